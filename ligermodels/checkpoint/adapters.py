@@ -107,7 +107,7 @@ def size_of(options: Mapping[str, Any], module: str) -> tuple[int, float]:
 
     def of(key: str, patterns: str) -> Any:
         table = options.get(patterns) or {}
-        hit = next((one for one in table if re.match(rf"(.*\.)?({one})$", module)), None)
+        hit = next((pattern for pattern in table if re.match(rf"(.*\.)?({pattern})$", module)), None)
         return options.get(key, 8) if hit is None else table[hit]
 
     return of("r", "rank_pattern"), of("lora_alpha", "alpha_pattern")
@@ -118,15 +118,15 @@ def scale_of(options: Mapping[str, Any], module: str) -> float:
     return alpha / (math.sqrt(r) if options.get("use_rslora") else r)
 
 
-def merged(old: Tensor, left: Tensor, right: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
-    """old + scale * left [out, r] @ right [r, in], in fp32 and rounded once. It needs 32 MiB beyond the result.
+def merged(old: Tensor, lora_b: Tensor, lora_a: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
+    """old + scale * lora_b [out, r] @ lora_a [r, in], in fp32 and rounded once. It needs 32 MiB beyond the result.
 
     magnitude: DoRA's norms of the rows of the sum, [out].
     """
     dtype = torch.promote_types(torch.float32, old.dtype)
-    result, right = torch.empty_like(old), right.to(dtype)
+    result, lora_a = torch.empty_like(old), lora_a.to(dtype)
     for rows in row_chunks(old):
-        total = torch.addmm(old[rows].to(dtype), left[rows].to(dtype), right, alpha=scale)
+        total = torch.addmm(old[rows].to(dtype), lora_b[rows].to(dtype), lora_a, alpha=scale)
         if magnitude is not None:
             total *= (magnitude[rows].to(dtype) / torch.linalg.vector_norm(total, dim=1))[:, None]
         result[rows] = total

@@ -151,12 +151,12 @@ class Reader(dcp.FileSystemReader):
         for file in files:
             path = self.folder / file
             try:
-                found = checksum(path)
+                actual = checksum(path)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
-            if (expected := self.checksums.get(file)) != found:
+            if (expected := self.checksums.get(file)) != actual:
                 raise CheckpointError(
-                    f"{path} is damaged: it has {found['bytes']} bytes of CRC-32 {found['crc32']}, and {CHECKSUMS} "
+                    f"{path} is damaged: it has {actual['bytes']} bytes of CRC-32 {actual['crc32']}, and {CHECKSUMS} "
                     f"says {expected}.\n  Likely: a disk or a copy changed its bytes."
                 )
 

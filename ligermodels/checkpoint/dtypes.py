@@ -14,12 +14,12 @@ NAMES = {
 """{torch's name of a dtype: its other names}."""
 
 
-def dtype_name(given: Any, also: Sequence[str] = ("auto",)) -> str:
+def dtype_name(dtype: Any, also: Sequence[str] = ("auto",)) -> str:
     """torch's name, such as "bfloat16", of a dtype or of one of its names; names in `also` are returned as they are.
 
     Raises InputError for other names and dtypes.
     """
-    name = str(given).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     if name in also or name in NAMES:
         return name
     for ours, others in NAMES.items():

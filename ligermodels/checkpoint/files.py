@@ -66,13 +66,13 @@ def companion_files(folder: Path, target: Path | None = None) -> dict[str, Path]
     the tokenizer are: the user has saved one, perhaps with added tokens.
     """
 
-    def found(place: Path, patterns: Iterable[str]) -> dict[str, Path]:
+    def matches(place: Path, patterns: Iterable[str]) -> dict[str, Path]:
         paths = [path for pattern in patterns for path in sorted(place.glob(pattern)) if path.is_file()]
         return {path.relative_to(place).as_posix(): path for path in paths}
 
-    present = found(target, COMPANIONS) if target is not None else {}
+    present = matches(target, COMPANIONS) if target is not None else {}
     has_tokenizer = any(name in present for name in TOKENIZER)
-    companions = found(folder, PROCESSORS if has_tokenizer else COMPANIONS)
+    companions = matches(folder, PROCESSORS if has_tokenizer else COMPANIONS)
     for path in companions.values():
         check_file(path, folder)
     return {name: path for name, path in companions.items() if name not in present}

@@ -47,9 +47,11 @@ def quantizer_of(config: Any) -> Quantizer:
     method = getattr(method, "value", method)  # an enum in transformers
     methods = METHODS | dict.fromkeys(OURS, WeightOnly) | {"nf4": NF4}
     if method not in methods:
-        given = repr(config) if isinstance(config, str) else f"a {type(config).__name__} with quant_method {method!r}"
+        described = (
+            repr(config) if isinstance(config, str) else f"a {type(config).__name__} with quant_method {method!r}"
+        )
         raise InputError(
-            f"quantization_config is {given}; supported: {', '.join(map(repr, OURS))}, BitsAndBytesConfig, "
+            f"quantization_config is {described}; supported: {', '.join(map(repr, OURS))}, BitsAndBytesConfig, "
             "TorchAoConfig, a dict of their fields, or a config object of torchao"
         )
     known = [field.name for field in dataclasses.fields(methods[method])]
@@ -125,10 +127,10 @@ def experts(model: nn.Module, quantizer: Quantizer) -> dict[str, Stacked]:
     """{name: stacked weight of experts to quantise}, of a model that is not quantised."""
     if not quantizer.quantizes_experts:
         return {}
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Layer)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Layer)}
     return {
         f"{name}.{weight}": Stacked(module, weight)
-        for name, module in found.items()
+        for name, module in layers.items()
         for weight in module.stacked
         if not (_is_skipped(name, quantizer) or _is_skipped(f"{name}.{weight}", quantizer))
     }
@@ -187,17 +189,17 @@ def load(
         linear = target.matrix if isinstance(target, Stacked) else target
         if from_quantized:
             read = ({part: reader.read(source).to(place, copy=True) for part, source in m.items()} for m in saved[name])
-            made = [_restored(quantizer, linear, parts, name, reader) for parts in read]
+            replacements = [_restored(quantizer, linear, parts, name, reader) for parts in read]
         else:
             matrices = _matrices(ours, name, target)
-            made = [_converted(quantizer, linear, values, place, name, reader) for values in matrices]
+            replacements = [_converted(quantizer, linear, values, place, name, reader) for values in matrices]
         if isinstance(target, Stacked):
             try:
-                target.experts.set_quantized(target.weight, made)  # type: ignore[arg-type]
+                target.experts.set_quantized(target.weight, replacements)  # type: ignore[arg-type]
             except InputError as error:
                 raise InputError(f'{name}: {error}; or leave it as it is: skip_modules=["experts"]') from error
         else:
-            model.set_submodule(name, made[0])
+            model.set_submodule(name, replacements[0])
     quantizer.finish(model)
     mark(model, quantizer)
 
@@ -281,7 +283,7 @@ def _split(name: str, module: Any, target: Stacked, sources: Sequence[str]) -> l
             f"{name} is one tensor on disk, {sources[0]}, for which there is no quantised format: load the model with "
             'skip_modules=["experts"]'
         )
-    return [QuantizedLinear(one) for one in module.operand.split(target.parts)]
+    return [QuantizedLinear(operand) for operand in module.operand.split(target.parts)]
 
 
 def _check_order(box: weights.Region, where: str) -> None:
@@ -300,27 +302,27 @@ def _saved_parts(
     sources: dict[str, list[str]] = {}
     for box in boxes:
         sources.setdefault(box.param.removesuffix(".weight"), []).append(box.source.removesuffix(".weight"))
-    modules = {source for found in sources.values() for source in found}
+    modules = {source for group in sources.values() for source in group}
     parts: dict[str, dict[str, str]] = {}
     for name in reader.headers:
         stored = name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0]
         if stored in modules:
             parts.setdefault(stored, {})[name.removeprefix(f"{stored}.")] = name
-    parts = {stored: found for stored, found in parts.items() if found.keys() - {"weight", "bias"}}
+    parts = {stored: names for stored, names in parts.items() if names.keys() - {"weight", "bias"}}
     saved: dict[str, list[dict[str, str]]] = {}
     for name, names in sources.items():
-        found = [parts[source] for source in names if source in parts]
-        if not found or name.endswith(".bias"):
+        matrices = [parts[source] for source in names if source in parts]
+        if not matrices or name.endswith(".bias"):
             continue
         target = chosen.get(name)
         wanted = target.parts if isinstance(target, Stacked) else 1
-        if target is None or len(found) != wanted:
+        if target is None or len(matrices) != wanted:
             raise CheckpointError(
-                f"{reader.source}: {len(found)} of the {len(names)} matrices of {name} are quantised, "
+                f"{reader.source}: {len(matrices)} of the {len(names)} matrices of {name} are quantised, "
                 + ("which is not supported: all or none" if target else "and this quantisation leaves it as it is")
-                + ('; pass quantization_config="nf4"' if "bitsandbytes__nf4" in " ".join(found[0]) else "")
+                + ('; pass quantization_config="nf4"' if "bitsandbytes__nf4" in " ".join(matrices[0]) else "")
             )
-        saved[name] = found
+        saved[name] = matrices
     for box in boxes:
         if saved.keys() & {box.param, box.param.rpartition(".")[0]}:
             _check_order(box, reader.source)

@@ -147,13 +147,13 @@ class BitsAndBytes(Quantizer):
         return torch.int8 if self.load_in_8bit else importlib.import_module("accelerate.utils").CustomDtype.INT4
 
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
-        nn_, made = self._library().nn, self._empty(linear)
+        nn_, module = self._library().nn, self._empty(linear)
         if self.load_in_8bit:  # quantised on the way from the CPU to the device
-            made.weight = nn_.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
+            module.weight = nn_.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
         else:
-            options = dict(requires_grad=False, module=made, **self._options_4bit)
-            made.weight = nn_.Params4bit(weight.to(device), **options).to(device)
-        return _with_bias(made, bias, device, requires_grad=False)
+            options = dict(requires_grad=False, module=module, **self._options_4bit)
+            module.weight = nn_.Params4bit(weight.to(device), **options).to(device)
+        return _with_bias(module, bias, device, requires_grad=False)
 
     def is_quantized(self, module: nn.Module) -> bool:
         return type(module).__module__.startswith("bitsandbytes.")
@@ -162,7 +162,7 @@ class BitsAndBytes(Quantizer):
         return module.state_dict(), {}
 
     def restore(self, linear: nn.Linear, parts: Parts, name: str, metadata: Mapping[str, str]) -> nn.Module:
-        nn_, made, parts = self._library().nn, self._empty(linear), dict(parts)
+        nn_, module, parts = self._library().nn, self._empty(linear), dict(parts)
         weight, bias = parts.pop("weight"), parts.pop("bias", None)
         if self.load_in_8bit:
             scale, by_rows = parts["SCB"], parts["weight_format"].item() == 0
@@ -170,13 +170,13 @@ class BitsAndBytes(Quantizer):
                 raise ValueError(f"its weight is {weight.dtype} {list(weight.shape)}, or not stored by rows")
             if scale.shape != weight.shape[:1]:
                 raise ValueError(f"its SCB is {list(scale.shape)}")
-            made.weight = nn_.Int8Params(weight, requires_grad=False, SCB=scale).to(weight.device)
+            module.weight = nn_.Int8Params(weight, requires_grad=False, SCB=scale).to(weight.device)
         else:
-            made.weight = nn_.Params4bit.from_prequantized(weight, parts, device=weight.device, module=made)
-            state = made.weight.quant_state
+            module.weight = nn_.Params4bit.from_prequantized(weight, parts, device=weight.device, module=module)
+            state = module.weight.quant_state
             if tuple(state.shape) != linear.weight.shape or 2 * weight.nbytes < linear.weight.numel():
                 raise ValueError(f"its weight holds {weight.nbytes} bytes for {list(state.shape)}")
-        return _with_bias(made, bias, weight.device, requires_grad=False)
+        return _with_bias(module, bias, weight.device, requires_grad=False)
 
     def _empty(self, linear: nn.Linear) -> Any:
         """The module that replaces `linear`, without memory."""
@@ -231,9 +231,9 @@ class TorchAO(Quantizer):
 
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
         linear.weight = nn.Parameter(weight.to(device, copy=True), requires_grad=False)
-        made = _with_bias(linear, bias, device)
-        self._library().quantization.quantize_(made, self.quant_type)
-        return made
+        module = _with_bias(linear, bias, device)
+        self._library().quantization.quantize_(module, self.quant_type)
+        return module
 
     def is_quantized(self, module: nn.Module) -> bool:
         return type(module) is nn.Linear and type(module.weight).__module__.startswith("torchao.")
@@ -249,11 +249,11 @@ class TorchAO(Quantizer):
         header = {key: metadata[key], "tensor_names": json.dumps([key])}
         state = {f"{name}.{part}": tensor for part, tensor in parts.items() if part != "bias"}
         files = self._library(".prototype.safetensors.safetensors_support")
-        found, left = files.unflatten_tensor_state_dict(state, header)
-        if left or found[key].shape != linear.weight.shape:
+        tensors, unread = files.unflatten_tensor_state_dict(state, header)
+        if unread or tensors[key].shape != linear.weight.shape:
             raise ValueError(f"it holds {', '.join(parts)}")
-        linear.weight = nn.Parameter(found[key], requires_grad=False)
-        return _with_bias(linear, bias, found[key].device)
+        linear.weight = nn.Parameter(tensors[key], requires_grad=False)
+        return _with_bias(linear, bias, tensors[key].device)
 
     def to_dict(self) -> dict[str, Any]:
         quant_type = {"default": self._library(".core.config").config_to_dict(self.quant_type)}
@@ -310,13 +310,13 @@ class NF4(Quantizer):
     def parts(self, module: Any, name: str) -> tuple[Parts, dict[str, str]]:
         _, shape, dtype, block = module.options
         values = {"quant_type": "nf4", "blocksize": block, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
-        found = dict(module.state_dict())
+        tensors = dict(module.state_dict())
         if module.nested_absmax is not None:
-            offset = found.pop("nested_offset").item()
+            offset = tensors.pop("nested_offset").item()
             values |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
-        found = {key if key in ("weight", "bias") else f"weight.{key}": tensor for key, tensor in found.items()}
-        found[_NF4_STATE] = torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8)
-        return found, {}
+        tensors = {key if key in ("weight", "bias") else f"weight.{key}": tensor for key, tensor in tensors.items()}
+        tensors[_NF4_STATE] = torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8)
+        return tensors, {}
 
     def restore(self, linear: nn.Linear, parts: Parts, name: str, metadata: Mapping[str, str]) -> nn.Module:
         values = json.loads(bytes(parts[_NF4_STATE].tolist()))
@@ -327,12 +327,12 @@ class NF4(Quantizer):
         dtype = dtype_of("dtype", values["dtype"], torch.float32)
         weight = torch.empty(linear.weight.shape, dtype=dtype, device="meta")
         options: Any = dict(block=values["blocksize"], double="nested_blocksize" in values)
-        made = QuantizedLinear.from_weight(weight, linear.bias, kind="nf4", **options)
+        module = QuantizedLinear.from_weight(weight, linear.bias, kind="nf4", **options)
         state = {key.removeprefix("weight."): tensor for key, tensor in parts.items() if key != _NF4_STATE}
         state["weight"] = parts["weight"].reshape(-1, 1).view(torch.uint8).reshape(-1, 1)  # any bnb_4bit_quant_storage
         if "nested_offset" in values:
             state["nested_offset"] = torch.tensor([float(values["nested_offset"])], device=state["weight"].device)
-        for key, wanted in made.state_dict().items():
+        for key, wanted in module.state_dict().items():
             tensor = state[key]
             if tensor.shape != wanted.shape or (tensor.dtype != wanted.dtype and key != "bias"):
                 raise ValueError(
@@ -340,8 +340,8 @@ class NF4(Quantizer):
                 )
         if not torch.allclose(state["quant_map"].cpu(), torch.tensor(CODE), atol=1e-6):
             raise ValueError("its quant_map is another")
-        made.load_state_dict(state, assign=True)
-        return made
+        module.load_state_dict(state, assign=True)
+        return module
 
     def to_dict(self) -> dict[str, Any]:
         """The quantization_config of bitsandbytes, whose format is written."""
@@ -402,18 +402,18 @@ class WeightOnly(Quantizer):
         )
 
 
-def _with_bias(made: Any, bias: Tensor | None, device: torch.device, requires_grad: bool = True) -> Any:
+def _with_bias(module: Any, bias: Tensor | None, device: torch.device, requires_grad: bool = True) -> Any:
     if bias is not None:
-        made.bias = nn.Parameter(bias.to(device, copy=True), requires_grad=requires_grad)
-    return made
+        module.bias = nn.Parameter(bias.to(device, copy=True), requires_grad=requires_grad)
+    return module
 
 
 def dtype_of(name: str, value: Any, default: torch.dtype) -> torch.dtype:
     """The dtype that is a value of the field `name`, or its name; `default` for None. Raises InputError."""
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype | None) or (found is None and value is not None):
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype | None) or (dtype is None and value is not None):
         raise InputError(f"quantization_config: {name}={value!r} is not a dtype of torch")
-    return default if found is None else found
+    return default if dtype is None else dtype
 
 
 def is_of_torchao(config: Any) -> bool:

@@ -60,31 +60,31 @@ def write_checkpoint(
     headers = tensors.headers
     shards = split_into_shards(headers, num_bytes(max_shard_size))
     target = absolute(folder)
-    writers = [rank for rank, one in enumerate(processes.gather(writes)) if one]
-    own = writers.index(processes.rank) if writes else None
-    stream = _gathered(tensors, [shards[start :: len(writers)] for start in range(len(writers))], own)
+    writers = [rank for rank, is_writer in enumerate(processes.gather(writes)) if is_writer]
+    position = writers.index(processes.rank) if writes else None
+    stream = _gathered(tensors, [shards[start :: len(writers)] for start in range(len(writers))], position)
     with contextlib.ExitStack() as stack:
         staging: Path | None = None
         with processes.raise_on_all(), write_errors(target):
-            if own == 0:
+            if position == 0:
                 staging = stack.enter_context(replacing(target, sum(info.nbytes for info in headers.values())))
         staging = next(filter(None, processes.gather(staging)), None)
         with processes.raise_on_all(), write_errors(target):
             try:
-                if staging is not None and own is not None:
-                    for path in write_shards(staging, headers, stream, shards, metadata, own, len(writers)):
+                if staging is not None and position is not None:
+                    for path in write_shards(staging, headers, stream, shards, metadata, position, len(writers)):
                         sync(path)  # here, since all of them do it at the same time
             finally:
                 collections.deque(stream, maxlen=0)  # the others wait for this process in gathering each tensor
         with processes.raise_on_all(), write_errors(target):
-            if own == 0 and staging is not None:
+            if position == 0 and staging is not None:
                 finish(staging, files or {})
                 stack.close()
     return target
 
 
-def _gathered(tensors: Exported, queues: Sequence[list[list[str]]], own: int | None) -> Iterator[Tensor]:
-    """Yields the tensors of the files `queues[own]`. All processes read the tensors of all queues in one order.
+def _gathered(tensors: Exported, queues: Sequence[list[list[str]]], position: int | None) -> Iterator[Tensor]:
+    """Yields the tensors of the files `queues[position]`. All processes read the tensors of all queues in one order.
 
     A round reads tensors of each queue, up to the size of the largest parameter, and keeps those of its own queue in
     host memory. So all processes have something to write at the same time, and few parameters that several tensors
@@ -100,7 +100,7 @@ def _gathered(tensors: Exported, queues: Sequence[list[list[str]]], own: int | N
         for number, names in enumerate(batches):
             for name in names:
                 tensor = tensors.read(name)
-                if number == own:
+                if number == position:
                     kept.append(tensor.cpu())
                 del tensor
         while kept:

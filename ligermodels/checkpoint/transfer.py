@@ -184,7 +184,7 @@ def run(
     ready: queue.SimpleQueue[tuple[Block, Tensor] | BaseException] = queue.SimpleQueue()
     for block in blocks:
         todo.put(block)
-    left = Counter(piece.name for block in blocks for piece in block.pieces)
+    remaining = Counter(piece.name for block in blocks for piece in block.pieces)
     count, workers = min(settings.buffers, len(blocks)), min(settings.threads, len(blocks))
     with contextlib.ExitStack() as stack:
         files = {file: stack.enter_context(_opened(file)) for file in {block.file for block in blocks}}
@@ -206,18 +206,18 @@ def run(
         try:
             for thread in threads:
                 thread.start()
-            made = 0
+            allocated = 0
             for _ in blocks:
-                while made < count and ready.empty():  # pinning takes a while, in which the threads read
+                while allocated < count and ready.empty():  # pinning takes a while, in which the threads read
                     free.put((copies.buffer(settings.buffer_bytes), None))
-                    made += 1
+                    allocated += 1
                 arrived = ready.get()
                 if isinstance(arrived, BaseException):
                     raise arrived
                 block, memory = arrived
                 free.put((memory, copies.copy(block, memory)))
-                left.subtract(piece.name for piece in block.pieces)
-                yield block.nbytes, [name for name in {piece.name for piece in block.pieces} if not left[name]]
+                remaining.subtract(piece.name for piece in block.pieces)
+                yield block.nbytes, [name for name in {piece.name for piece in block.pieces} if not remaining[name]]
             for file, number in files.items():
                 _check_unchanged(file, number)
         finally:

@@ -178,7 +178,7 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
     its rows.
     """
     patterns = [(_pattern(ours), theirs) for ours, theirs in table.items()]
-    found: dict[str, Region] = {}
+    by_source: dict[str, Region] = {}
     parts, config = row_parts(model), getattr(model, "config", None)
     order_of = functools.cache(functools.partial(_order, config=config))
     for name, param in named_weights(model):
@@ -190,8 +190,8 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
         row = theirs if isinstance(theirs, Rearranged) else Rearranged(theirs)
         sources = (row.names,) if isinstance(row.names, str) else row.names
         stacked = "{e}" in sources[0]
-        rows, left = divmod(shape[int(stacked)], len(sources)) if len(sources) > 1 else (0, 0)
-        if left:
+        rows, remainder = divmod(shape[int(stacked)], len(sources)) if len(sources) > 1 else (0, 0)
+        if remainder:
             raise ValueError(f"{name} {list(shape)} cannot be split into {len(sources)} equal parts")
         for expert in range(shape[0]) if stacked else [None]:
             for k, source in enumerate(sources):
@@ -201,9 +201,9 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
                 plainly = row.order is None and not row.transposed
                 order = None if plainly else order_of(row, name, _box_shape(shape, index))
                 region = Region(name, index, on_disk, order, row.dim, row.transposed)
-                if found.setdefault(region.source, region) is not region:
+                if by_source.setdefault(region.source, region) is not region:
                     raise ValueError(f"the names on disk put {region.source} in two places")
-    return list(found.values())
+    return list(by_source.values())
 
 
 def _order(row: Rearranged, name: str, shape: tuple[int, ...], config: Any) -> Tensor | None:
@@ -309,7 +309,7 @@ def load(
         for name in order:
             box = boxes[name]
             parts[name] = list(_parts(params[box.param], box.index, rows.get(plain_name(box.param))))
-        place = next((memory.device for found in parts.values() for memory, _ in found), torch.device("cpu"))
+        place = next((memory.device for targets in parts.values() for memory, _ in targets), torch.device("cpu"))
         locate: Callable[[str], transfer.Stored] | None = getattr(reader, "locate", None)
         if locate is not None and transfer.serves(place):
             # The buffers move boxes as they are on disk; what is in another order there is copied by the host.
@@ -440,9 +440,9 @@ def row_parts(model: nn.Module) -> dict[str, Sequence[int]]:
     Such a parameter [R, ...] is a DTensor [R/n, n, ...] over n ranks, see `layers.parallel.to_dtensor`. The attribute
     `row_parts` of a module is that of its weight and of its bias.
     """
-    found = ((path, getattr(module, "row_parts", None)) for path, module in model.named_modules())
+    modules = ((path, getattr(module, "row_parts", None)) for path, module in model.named_modules())
     names = ("weight", "bias")
-    return {plain_name(f"{path}.{name}"): parts for path, parts in found if parts for name in names}
+    return {plain_name(f"{path}.{name}"): parts for path, parts in modules if parts for name in names}
 
 
 def export(
@@ -462,15 +462,15 @@ def export(
     params = named_weights(model) if state_dict is None else state_dict.items()
     tensors = {plain_name(name): tensor.detach() for name, tensor in params}
     for name, ours in names.tied.items():
-        copy, own = tensors.pop(name, None), tensors.get(plain_name(ours))
-        if copy is not None and own is not None and not same_bits(_local(copy), _local(own)):
+        copy, original = tensors.pop(name, None), tensors.get(plain_name(ours))
+        if copy is not None and original is not None and not same_bits(_local(copy), _local(original)):
             raise CheckpointError(f"{name} differs from {ours}, though the config ties the two; untie them, or drop it")
     rows = row_parts(model) if rows is None else rows
     _check_saveable(model, tensors, rows)
-    found = [(r, plain_name(r.param)) for r in regions(model, names.table)]
-    boxes = {region.source: (tensors[name], region.index) for region, name in found}
-    of_parts = {region.source: rows[name] for region, name in found if name in rows}
-    return Exported(boxes, of_parts, {region.source: region for region, _ in found if region.is_rearranged})
+    pairs = [(r, plain_name(r.param)) for r in regions(model, names.table)]
+    boxes = {region.source: (tensors[name], region.index) for region, name in pairs}
+    of_parts = {region.source: rows[name] for region, name in pairs if name in rows}
+    return Exported(boxes, of_parts, {region.source: region for region, _ in pairs if region.is_rearranged})
 
 
 class Exported:
@@ -660,12 +660,12 @@ def _boxes_of_rows(
     first, rank, *rest = start
     before = here = 0  # rows of the parts before: of the whole, and of a rank
     for part in rows:
-        own = part // ranks
-        low, high = max(first, here), min(first + len(local), here + own)
+        share = part // ranks
+        low, high = max(first, here), min(first + len(local), here + share)
         if low < high:
             for k in range(local.shape[1]):
-                yield (before + (rank + k) * own + low - here, *rest), local[low - first : high - first, k]
-        before, here = before + part, here + own
+                yield (before + (rank + k) * share + low - here, *rest), local[low - first : high - first, k]
+        before, here = before + part, here + share
 
 
 def _box_shape(shape: Iterable[int], index: tuple[int | slice, ...]) -> tuple[int, ...]:
@@ -759,4 +759,4 @@ def _guess(
 
 
 def _count_layers(names: Iterable[str]) -> int:
-    return 1 + max((int(found[1]) for name in names if (found := re.search(r"\blayers\.(\d+)\.", name))), default=-1)
+    return 1 + max((int(match[1]) for name in names if (match := re.search(r"\blayers\.(\d+)\.", name))), default=-1)

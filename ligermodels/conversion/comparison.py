@@ -40,7 +40,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in ("source", "destination", "tensors", "bytes")}
-        casts = [{"a": one, "b": other, "tensors": count} for (one, other), count in self.casts.items()]
+        casts = [{"a": of_a, "b": of_b, "tensors": count} for (of_a, of_b), count in self.casts.items()]
         return {"ok": self.ok, **fields, **self.details, "casts": casts, "mismatches": self.mismatches}
 
 
@@ -61,18 +61,18 @@ def verify(
     config: as in `Options`, for those of the two that have no config.
     Raises MismatchError if one of them does not fit its own config. Differences between the two are in the report.
     """
-    folders = [hub.resolve(one, allow_pickle=allow_pickle) for one in (a, b)]
+    folders = [hub.resolve(checkpoint, allow_pickle=allow_pickle) for checkpoint in (a, b)]
     if config and not any(map(takes_config, folders)):
         raise InputError(f"--config is for weights without one, and {a} and {b} have their own")
 
     def view(folder: Path) -> View:
-        its = config if takes_config(folder) else None
-        return View(open_source(folder, allow_pickle=allow_pickle, config=its))
+        own_config = config if takes_config(folder) else None
+        return View(open_source(folder, allow_pickle=allow_pickle, config=own_config))
 
-    one, other = map(view, folders)
-    size = sum(info.nbytes for info in one.headers.values())
-    report = Report(str(a), str(b), len(one.headers), size)
-    return compare(one, other, level=level, report=report, progress=progress)
+    first, second = map(view, folders)
+    size = sum(info.nbytes for info in first.headers.values())
+    report = Report(str(a), str(b), len(first.headers), size)
+    return compare(first, second, level=level, report=report, progress=progress)
 
 
 def compare(a: View, b: View, *, level: Level, report: Report, progress: bool = True) -> Report:
@@ -96,10 +96,10 @@ def _keys(a: View, b: View, *, dtypes: bool) -> Iterator[str]:
         unread = {"dtype": None, "initializer_range": None}
         configs = [{**view.model.config.extra, **view.model.config.values(), **unread} for view in (a, b)]
         generation = [view.generation_config() for view in (a, b)]
-        for where, (one, other) in (("config", configs), ("generation_config.json", generation)):
-            for name in {**one, **other}:
-                if one.get(name) != other.get(name):
-                    yield f"{where}: {name} is {one.get(name)} and {other.get(name)}"
+        for where, (of_a, of_b) in (("config", configs), ("generation_config.json", generation)):
+            for name in {**of_a, **of_b}:
+                if of_a.get(name) != of_b.get(name):
+                    yield f"{where}: {name} is {of_a.get(name)} and {of_b.get(name)}"
     counts = Counter[tuple[str, str]]()
     for name in {**a.headers, **b.headers}:
         first, second = a.headers.get(name), b.headers.get(name)
@@ -116,10 +116,10 @@ def _keys(a: View, b: View, *, dtypes: bool) -> Iterator[str]:
 
 def dtype_counts(headers: Mapping[str, TensorInfo], types: Mapping[str, str] | None = None) -> dict[str, int]:
     """{dtype: number of elements}. types: {tensor: the name of its type}, if that is not a dtype of torch."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for name, info in headers.items():
-        found[(types or {}).get(name) or _name(info.dtype)] += math.prod(info.shape)
-    return dict(found)
+        counts[(types or {}).get(name) or _name(info.dtype)] += math.prod(info.shape)
+    return dict(counts)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -134,19 +134,19 @@ def _bytes(a: View, b: View, report: Report, progress: bool) -> Iterator[str]:
             bar.update(info.nbytes)
             if name not in b.headers or b.headers[name].shape != info.shape:
                 continue
-            one, other = a.read(name), b.read(name)
-            pair = _name(one.dtype), _name(other.dtype)
-            if one.dtype == other.dtype:
-                if not weights.same_bits(one, other):
+            first, second = a.read(name), b.read(name)
+            pair = _name(first.dtype), _name(second.dtype)
+            if first.dtype == second.dtype:
+                if not weights.same_bits(first, second):
                     yield f"{name}: values differ"
-            elif _is_cast(one, other):
+            elif _is_cast(first, second):
                 report.casts[pair] += 1
             else:
                 yield f"{name}: values differ by more than a cast ({pair[0]} and {pair[1]})"
 
 
-def _is_cast(one: Tensor, other: Tensor) -> bool:
+def _is_cast(a: Tensor, b: Tensor) -> bool:
     """Whether one tensor is a cast of the other, without an overflow."""
-    same = weights.same_bits(one.to(other.dtype), other) or weights.same_bits(one, other.to(one.dtype))
-    one, other = (x.float() if x.itemsize < 4 else x for x in (one, other))  # isfinite does not take float8
-    return same and torch.equal(one.isfinite(), other.isfinite())
+    same = weights.same_bits(a.to(b.dtype), b) or weights.same_bits(a, b.to(a.dtype))
+    a, b = (x.float() if x.itemsize < 4 else x for x in (a, b))  # isfinite does not take float8
+    return same and torch.equal(a.isfinite(), b.isfinite())

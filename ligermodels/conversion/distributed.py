@@ -65,18 +65,18 @@ class DcpSource(Source):
     def _prefix(self, stored: Iterable[str]) -> str:
         """The prefix of the model's names."""
         model, names_here = model_on_meta(self.config, str(self._config_folder)), set(stored)
-        best, found = 0, ""
+        best, best_prefix = 0, ""
         for table in (model.DISK_NAMES, *model.OTHER_LAYOUTS):
             names = [region.source for region in weights.regions(model, table)]
             embedding = next(name for name in names if name.endswith("embed_tokens.weight"))
             for prefix in sorted({name.removesuffix(embedding) for name in names_here if name.endswith(embedding)}):
                 hits = sum(prefix + name in names_here for name in names) if not _BESIDE.match(prefix) else 0
                 if hits > best:
-                    best, found = hits, prefix
+                    best, best_prefix = hits, prefix
         if not best:
             some = ", ".join(sorted(names_here)[:3]) or "no tensor"
             raise CheckpointError(
                 f"{self.folder} holds no {type(model).__name__}: it has {some}.\n"
                 "  Likely: a checkpoint of another model, or of the optimizer alone; or config.json is another's."
             )
-        return found
+        return best_prefix

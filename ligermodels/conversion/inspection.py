@@ -96,12 +96,12 @@ def inspect(
             params=read_json(folder / PARAMS) if (folder / PARAMS).is_file() else {},
             tokenizer=_tokenizer(folder),
         )
-    given = Path(os.path.expanduser(config)) if config is not None else None
-    source = open_source(folder, allow_pickle=allow_pickle, config=given)
+    config_folder = Path(os.path.expanduser(config)) if config is not None else None
+    source = open_source(folder, allow_pickle=allow_pickle, config=config_folder)
     flags = ["--allow-pickle"] * (layout == "meta")
     for flag, value in (("--revision", revision), ("--config", config)):
         flags += [flag, str(value)] if value is not None else []
-    return _of_model(source, layout, str(src), sizes, given or folder, flags, revision)
+    return _of_model(source, layout, str(src), sizes, config_folder or folder, flags, revision)
 
 
 _FACTS = {

@@ -27,15 +27,15 @@ _HEAD = "lm_head.weight"
 
 
 class _Patch(NamedTuple):
-    """A change of one tensor: scale * left [out, r] @ right [r, in] is added, or left replaces it if right is None."""
+    """A change of one tensor: scale * tensor [out, r] @ lora_a [r, in] is added; without lora_a, tensor replaces it."""
 
-    left: Tensor
-    right: Tensor | None = None
+    tensor: Tensor
+    lora_a: Tensor | None = None
     scale: float = 1.0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.left.shape) if self.right is None else (self.left.shape[0], self.right.shape[1])
+        return tuple(self.tensor.shape) if self.lora_a is None else (self.tensor.shape[0], self.lora_a.shape[1])
 
 
 class MergedSource(Source):
@@ -61,7 +61,7 @@ class MergedSource(Source):
         self._untie()
         for name, patch in self._patches.items():
             info = self.headers[name]
-            grows = patch.right is None and name in (self._embedding, _HEAD) and patch.shape[1:] == info.shape[1:]
+            grows = patch.lora_a is None and name in (self._embedding, _HEAD) and patch.shape[1:] == info.shape[1:]
             if patch.shape != info.shape and not grows:
                 what = f"{name} would change by {list(patch.shape)}, the base has {list(info.shape)}"
                 self._fail(what, "the adapter of another model, or of another size")
@@ -84,12 +84,12 @@ class MergedSource(Source):
         if name not in self._patches:
             return self.base.read(base_name)
         patch, info = self._patches[name], self.headers[name]
-        if patch.right is None:
-            merged = patch.left.to(info.dtype)
+        if patch.lora_a is None:
+            merged = patch.tensor.to(info.dtype)
             self._check_finite(name, merged)
             return merged
         old = self.base.read(base_name)
-        merged = adapters.merged(old, patch.left, patch.right, patch.scale)
+        merged = adapters.merged(old, patch.tensor, patch.lora_a, patch.scale)
         for rows in adapters.row_chunks(old):
             if old[rows].isfinite().all():
                 self._check_finite(name, merged[rows])
@@ -124,12 +124,12 @@ class MergedSource(Source):
         for module, pair in halves.items():
             if len(pair) < 2:
                 self._fail(f"{module} has one of lora_A and lora_B alone", "a partial copy of the adapter")
-            right, left = pair["A"], pair["B"]
+            lora_a, lora_b = pair["A"], pair["B"]
             r, _ = adapters.size_of(options, module)
-            if not r == right.shape[0] == left.shape[1]:
-                what = f"{module} has rank {right.shape[0]} in A and {left.shape[1]} in B, r {r!r} in {CONFIG}"
+            if not r == lora_a.shape[0] == lora_b.shape[1]:
+                what = f"{module} has rank {lora_a.shape[0]} in A and {lora_b.shape[1]} in B, r {r!r} in {CONFIG}"
                 self._fail(what, "config and weights of two adapters; fetch both again")
-            patches[f"{module}.weight"] = _Patch(left, right, adapters.scale_of(options, module))
+            patches[f"{module}.weight"] = _Patch(lora_b, lora_a, adapters.scale_of(options, module))
         if not patches:
             self._fail("it holds no tensors", "a training run that saved none, as under FSDP or ZeRO-3")
         return patches
@@ -154,8 +154,8 @@ class MergedSource(Source):
                 f"{changed[0]} is changed, but the base ties embedding and head, and which was meant is not recorded",
                 "a tied model trained by PEFT. Untie the base first: lm_head.weight on disk, tie_word_embeddings false",
             )
-        one, other = (self._patches[name] for name in changed)
-        if one.right is None and other.right is None and same_bits(one.left, other.left):
+        table, head = (self._patches[name] for name in changed)
+        if table.lora_a is None and head.lora_a is None and same_bits(table.tensor, head.tensor):
             del self._patches[_HEAD]
         else:
             self.headers[_HEAD] = self.headers[self._embedding]

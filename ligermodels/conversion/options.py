@@ -72,5 +72,5 @@ def check_options(dst: str | Path | None, options: Options) -> tuple[Path | None
     if is_file and not is_gguf:
         raise InputError(f"{dst} is a file; give the name of a folder, or of a file that ends in .gguf")
     if is_filled and not options.overwrite:
-        raise InputError(f"{dst} is there and not empty; overwrite=True (--overwrite) saves over it")
+        raise InputError(f"{dst} already exists and is not empty; overwrite=True (--overwrite) saves over it")
     return None if options.dry_run else target, is_gguf

@@ -123,8 +123,8 @@ class _OriginalSource(Source):
 
     def __init__(self, folder: Path, known: Iterable[str], required: Iterable[str]):
         self.folder, self.source, path = folder, str(folder), folder / PARAMS
-        found = read_json(path)
-        self.params: dict[str, Any] = found["model"] if isinstance(found.get("model"), dict) else found
+        content = read_json(path)
+        self.params: dict[str, Any] = content["model"] if isinstance(content.get("model"), dict) else content
         if missing := [name for name in required if self.params.get(name) is None]:
             raise CheckpointError(f"{path} lacks {', '.join(missing)}. Is it the params.json of this model, and whole?")
         unknown = [key for key, value in self.params.items() if key not in known and value not in (None, False, -1)]
@@ -136,26 +136,26 @@ class _OriginalSource(Source):
             )
 
     def files(self) -> dict[str, bytes | Path]:
-        found: dict[str, bytes | Path] = {**companion_files(self.folder)}
-        found |= _tokenizer_files(self.folder, self.config["vocab_size"])
+        files: dict[str, bytes | Path] = {**companion_files(self.folder)}
+        files |= _tokenizer_files(self.folder, self.config["vocab_size"])
         if (path := self.folder / "generation_config.json").is_file():
-            found[path.name] = path
+            files[path.name] = path
         path = self.folder / "tokenizer.model"
         if path.is_file() and is_tiktoken(path.read_bytes()):
-            found["original/tokenizer.model"] = found.pop("tokenizer.model")
-        return found
+            files["original/tokenizer.model"] = files.pop("tokenizer.model")
+        return files
 
     def _in_halves(self, theirs: str, tensor: Tensor) -> Tensor:
         heads = place_of(theirs).heads
         return to_halves(tensor, self.params.get(heads) or self.params["n_heads"]) if heads else tensor
 
-    def _set_config(self, arch: Any, head_dim: int, **own: Any) -> None:
-        """Makes config.json of params.json and `own`, or takes the one in the folder where the two agree."""
+    def _set_config(self, arch: Any, head_dim: int, **fields: Any) -> None:
+        """Makes config.json of params.json and `fields`, or takes the one in the folder where the two agree."""
         params, embedding = self.params, self.headers.get("model.embed_tokens.weight")
         if embedding is None:
             raise CheckpointError(f"{self.source} lacks {_EMBEDDING}. Is it a whole language model of this layout?")
         dtype = str(embedding.dtype).removeprefix("torch.")
-        self.config = made = {
+        self.config = from_params = {
             "architectures": [arch.architecture],
             "model_type": arch.model_type,
             "vocab_size": embedding.shape[0],
@@ -169,12 +169,12 @@ class _OriginalSource(Source):
             "tie_word_embeddings": "lm_head.weight" not in self.headers,
             "dtype": dtype,
             "torch_dtype": dtype,
-            **own,
+            **fields,
         }
         if not (self.folder / "config.json").is_file():
             return
         beside = read_json(self.folder / "config.json")
-        self.config = {**beside, **{name: value for name, value in made.items() if name not in _NOT_IN_PARAMS}}
+        self.config = {**beside, **{name: value for name, value in from_params.items() if name not in _NOT_IN_PARAMS}}
         with contextlib.suppress(ConfigError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # unknown keys are named when the model is made
             if arch.from_hf(beside).values() == arch.from_hf(self.config).values():
@@ -310,11 +310,11 @@ class MistralSource(_OriginalSource):
                 f"{path} has neither rope_theta nor sliding_window, and programs differ in what they then "
                 "take.\n  Next: add the rope_theta of the model's config.json on the Hub (7B v0.2 and later: 1000000)."
             )
-        own: dict[str, Any] = {}
+        experts: dict[str, Any] = {}
         if moe:
             if unknown := moe.keys() - {"num_experts", "num_experts_per_tok"}:
                 raise CheckpointError(f"{path}: moe holds {', '.join(sorted(unknown))}, which is not known here")
-            own = {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["num_experts_per_tok"]}
+            experts = {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["num_experts_per_tok"]}
         self._set_config(
             MixtralConfig if moe else MistralConfig,
             params["head_dim"],
@@ -326,7 +326,7 @@ class MistralSource(_OriginalSource):
             tie_word_embeddings=bool(params.get("tied_embeddings")),
             bos_token_id=1,
             eos_token_id=2,
-            **own,
+            **experts,
         )
 
     def read(self, name: str) -> Tensor:
@@ -351,8 +351,8 @@ def _tokenizer_files(folder: Path, rows: int) -> dict[str, bytes]:
             "the tokenizer of another checkpoint."
         )
     complete = backend.complete(files)
-    found = saving.contents(complete, complete, backend, call_settings(files.config, folder))
+    contents = saving.contents(complete, complete, backend, call_settings(files.config, folder))
     if backend.stop_ids and not files.eos_token_ids:
         ids = {"bos_token_id": backend.token_to_id(backend.named["bos_token"]), "eos_token_id": [*backend.stop_ids]}
-        found["generation_config.json"] = json_bytes(ids)
-    return found
+        contents["generation_config.json"] = json_bytes(ids)
+    return contents

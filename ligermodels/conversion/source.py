@@ -73,8 +73,10 @@ class View(Source):
 
     def files(self) -> dict[str, bytes | Path]:
         """The files of the source and a config.json: its own, byte for byte, unless the dtype changes."""
-        own, config = self.origin.files(), json_bytes(self.config)
-        return {"config.json": config, **own} if self.config is self.origin.config else {**own, "config.json": config}
+        files, config = self.origin.files(), json_bytes(self.config)
+        if self.config is self.origin.config:
+            return {"config.json": config, **files}
+        return {**files, "config.json": config}
 
     def generation_config(self) -> dict[str, Any]:
         """The contents of generation_config.json without the version that wrote it; {} if there is none."""

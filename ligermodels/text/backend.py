@@ -67,8 +67,8 @@ class Backend:
         # Without offsets it takes half the time.
         run = self._native.encode_batch if with_offsets else self._native.encode_batch_fast
         with _native_errors("encode"):
-            found = run(texts, add_special_tokens=add_special_tokens)
-        return [Encoded(encoding.ids, encoding.offsets if with_offsets else None) for encoding in found]
+            encodings = run(texts, add_special_tokens=add_special_tokens)
+        return [Encoded(encoding.ids, encoding.offsets if with_offsets else None) for encoding in encodings]
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         with _native_errors("decode"):
@@ -118,9 +118,9 @@ class Backend:
             # Without a reload the library still matches the normalised spelling of the token.
             self._native = tokenizers.Tokenizer.from_str(self._native.to_str())
         for token in files.added:
-            if (found := self._native.token_to_id(token.content)) != token.id:
+            if (index := self._native.token_to_id(token.content)) != token.id:
                 raise TokenizerError(
-                    f"{self.path} gives the added token {short(token.content)} the id {found}, the folder's other "
+                    f"{self.path} gives the added token {short(token.content)} the id {index}, the folder's other "
                     f"files say {token.id}. Likely cause: files of two checkpoints mixed, or a tokenizer.json saved "
                     "before tokens were added."
                 )
@@ -137,9 +137,9 @@ class Backend:
 
     def complete(self, files: TokenizerFiles) -> TokenizerFiles:
         """`files` with the special tokens of the vocabulary file; what a config says wins, also a null."""
-        own = {name: token for name, token in self.named.items() if name not in files.config}
+        undeclared = {name: token for name, token in self.named.items() if name not in files.config}
         return dataclasses.replace(
-            files, named={**own, **files.named}, eos_token_ids=files.eos_token_ids or self.stop_ids
+            files, named={**undeclared, **files.named}, eos_token_ids=files.eos_token_ids or self.stop_ids
         )
 
 
@@ -172,8 +172,8 @@ def _join_byte_tokens(tokens: Iterable[str]) -> Iterator[str]:
     """
     run = b""
     for token in (*tokens, ""):
-        if found := re.fullmatch("<0x([0-9A-F]{2})>", token):
-            run += bytes([int(found[1], 16)])
+        if match := re.fullmatch("<0x([0-9A-F]{2})>", token):
+            run += bytes([int(match[1], 16)])
             continue
         yield re.sub("[\udc80-\udcff]", "\ufffd", run.decode("utf-8", "surrogateescape"))
         run = b""

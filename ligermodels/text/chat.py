@@ -80,11 +80,11 @@ class ChatTemplates:
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """One template. where: its name in errors. given: the variables that it has without being passed them."""
+    """One template. where: its name in errors. defaults: the variables that it has without being passed them."""
 
     source: str
     where: str
-    given: Mapping[str, Any]
+    defaults: Mapping[str, Any]
 
     def render(
         self,
@@ -107,13 +107,13 @@ class ChatTemplate:
                 raise TokenizerError(f"{label} must be a list of dicts, not {short(items)}.")
         if not messages:
             raise TokenizerError("a conversation needs at least one message.")
-        given = {"documents": None, **self.given, **_plain(variables or {}), "tools": _plain(tools)}
-        given["add_generation_prompt"] = add_generation_prompt
-        given["messages"] = self._join_parts([_message(message) for message in messages], given)
+        context = {"documents": None, **self.defaults, **_plain(variables or {}), "tools": _plain(tools)}
+        context["add_generation_prompt"] = add_generation_prompt
+        context["messages"] = self._join_parts([_message(message) for message in messages], context)
         if continue_final_message:
-            _mark_end(given["messages"][-1])
-            return _cut_at_mark(self._run(given)), []
-        text = self._run(given)
+            _mark_end(context["messages"][-1])
+            return _cut_at_mark(self._run(context)), []
+        text = self._run(context)
         if not with_spans:
             return text, []
         if not self.compile().has_generation:
@@ -122,7 +122,7 @@ class ChatTemplate:
                 "{% endgeneration %}. Next step: put them around the assistant's text, and "
                 f"{_PASS}; TRL has such variants of the usual templates."
             )
-        marked, spans = _spans(self._run(given, with_marks=True))
+        marked, spans = _spans(self._run(context, with_marks=True))
         if marked != text:
             raise TokenizerError(
                 f"{self.where} changes the text inside {{% generation %}}, or leaves the tag without its end: the "
@@ -216,9 +216,9 @@ def _plain(value: Any) -> Any:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without the keys that are None, and with the reasoning under every key that a template may read."""
-    found = {key: value for key, value in _plain(message).items() if value is not None}
-    reasoning = next((found[key] for key in _REASONING if key in found), None)
-    return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
+    copy = {key: value for key, value in _plain(message).items() if value is not None}
+    reasoning = next((copy[key] for key in _REASONING if key in copy), None)
+    return copy if reasoning is None else {"thinking": reasoning, **copy, "reasoning_content": reasoning}
 
 
 def _texts(content: Any) -> list[str]:

@@ -127,18 +127,18 @@ def read_files(folder: str | Path) -> TokenizerFiles:
 def call_settings(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """padding_side, truncation_side and model_max_length of a tokenizer_config.json, or transformers' defaults."""
     length, is_left = config.get("model_max_length"), config.get("tokenizer_class") in _LEFT_PADDED
-    found = {
+    settings = {
         "padding_side": config.get("padding_side") or ("left" if is_left else "right"),
         "truncation_side": config.get("truncation_side") or "right",
         "model_max_length": _NO_LIMIT if length is None else length,
     }
-    sides = {found["padding_side"], found["truncation_side"]} <= {"left", "right"}
-    if not sides or not isinstance(found["model_max_length"], int | float):
+    sides = {settings["padding_side"], settings["truncation_side"]} <= {"left", "right"}
+    if not sides or not isinstance(settings["model_max_length"], int | float):
         raise TokenizerError(
-            f"{folder / 'tokenizer_config.json'}: {short(found)}: the sides must be 'left' or 'right', the length a "
+            f"{folder / 'tokenizer_config.json'}: {short(settings)}: the sides must be 'left' or 'right', the length a "
             "number. Likely cause: a hand edit."
         )
-    return found
+    return settings
 
 
 def read_bytes(path: Path) -> bytes:
@@ -222,7 +222,7 @@ def _content(value: Any) -> str | None:
 
 def _ids(sources: Sequence[Mapping[str, Any]], key: str, folder: Path) -> tuple[int, ...]:
     """The ids under `key` in any of the sources, each once."""
-    found: list[int] = []
+    all_ids: list[int] = []
     for value in (source.get(key) for source in sources):
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(index) is not int for index in ids):
@@ -230,8 +230,8 @@ def _ids(sources: Sequence[Mapping[str, Any]], key: str, folder: Path) -> tuple[
                 f"{folder}: {key} in generation_config.json and config.json must be an integer or a list of integers, "
                 f"not {short(value)}. Likely cause: a hand edit."
             )
-        found += ids
-    return tuple(index for index in dict.fromkeys(found) if index >= 0)  # some configs write -1 for none
+        all_ids += ids
+    return tuple(index for index in dict.fromkeys(all_ids) if index >= 0)  # some configs write -1 for none
 
 
 def _added_tokens(folder: Path, config: Mapping[str, Any], special: set[str]) -> tuple[AddedToken, ...]:
@@ -241,8 +241,8 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], special: set[str]) ->
         if "added_tokens_decoder" in config:
             flags = ("special", "lstrip", "rstrip", "normalized", "single_word")
             for index, value in config["added_tokens_decoder"].items():
-                given = {flag: bool(value[flag]) for flag in flags if flag in value}
-                tokens.append(AddedToken(id=int(index), content=value["content"], **given))
+                token_flags = {flag: bool(value[flag]) for flag in flags if flag in value}
+                tokens.append(AddedToken(id=int(index), content=value["content"], **token_flags))
         else:
             for content, index in _read_object(folder, "added_tokens.json").items():
                 is_special = content in special
@@ -258,21 +258,21 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], special: set[str]) ->
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    found = {path.stem: read_text(path) for path in _more_templates(folder)}
+    templates = {path.stem: read_text(path) for path in _more_templates(folder)}
     if path := _existing(folder, "chat_template.jinja"):
-        found["default"] = read_text(path)
-    if found:
-        return found
+        templates["default"] = read_text(path)
+    if templates:
+        return templates
     declared = config.get("chat_template") or _read_object(folder, "chat_template.json").get("chat_template")
     try:
         if isinstance(declared, list):
             declared = {entry["name"]: entry["template"] for entry in declared}
-        found = {"default": declared} if isinstance(declared, str) else dict(declared or {})
-        if not all(isinstance(text, str) for pair in found.items() for text in pair):
+        templates = {"default": declared} if isinstance(declared, str) else dict(declared or {})
+        if not all(isinstance(text, str) for pair in templates.items() for text in pair):
             raise TypeError("names and templates must be texts")
     except (KeyError, TypeError, ValueError) as error:
         raise TokenizerError(
             f"{folder}: chat_template must be a string or a list of objects with name and template; it is "
             f"{short(declared)}. Likely cause: a hand edit."
         ) from error
-    return found
+    return templates

@@ -61,37 +61,37 @@ def _convert(data: bytes, files: TokenizerFiles) -> Converted:
     named = {name: texts[at] for name, at in ids.items() if 0 <= at < len(texts) and types[at] == CONTROL}
     named["unk_token"] = texts[types.index(UNKNOWN)]
 
-    made = tokenizers.Tokenizer(_model(trainer, entries, texts, types))
+    native = tokenizers.Tokenizer(_model(trainer, entries, texts, types))
     squeezes = bool(normalizer.get(4, 1))
     prefixes = bool(normalizer.get(3, 1)) and files.config.get("add_prefix_space") is not False
     steps: list[Any] = [normalizers.Precompiled(normalizer[2])] if normalizer.get(2) else []
     if squeezes:
         steps += [normalizers.Strip(left=not prefixes), normalizers.Replace(tokenizers.Regex(" +"), " ")]
-    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    native.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     decoding: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefixes:
         # Metaspace prepends nothing to a text that begins with its character: a space, which no normalised text has.
         where = "always" if files.config.get("legacy") else "first"
         prefix = pre_tokenizers.Metaspace(SPACE if squeezes else " ", prepend_scheme=where, split=False)
         escape = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False)
-        made.pre_tokenizer = pre_tokenizers.Sequence([prefix, escape])
+        native.pre_tokenizer = pre_tokenizers.Sequence([prefix, escape])
         decoding.append(decoders.Strip(" ", 1, 0))
-    made.decoder = decoders.Sequence(decoding)
-    for kinds, add in (((CONTROL, UNKNOWN), made.add_special_tokens), ((USER_DEFINED,), made.add_tokens)):
-        found = [text for text, kind in zip(texts, types, strict=True) if kind in kinds]
+    native.decoder = decoders.Sequence(decoding)
+    for kinds, add in (((CONTROL, UNKNOWN), native.add_special_tokens), ((USER_DEFINED,), native.add_tokens)):
+        contents = [text for text, kind in zip(texts, types, strict=True) if kind in kinds]
         # SentencePiece finds user-defined pieces in the normalised text, as runs of U+2581.
-        add([tokenizers.AddedToken(text, normalized=USER_DEFINED in kinds) for text in found])
+        add([tokenizers.AddedToken(text, normalized=USER_DEFINED in kinds) for text in contents])
 
     names = {name: text for name, text in named.items() if name not in files.config} | dict(files.named)
     added = {token.content: token.id for token in files.added}
     flags = {"bos": files.config.get("add_bos_token", True), "eos": files.config.get("add_eos_token", False)}
     tokens = {end: names.get(f"{end}_token") for end, is_added in flags.items() if is_added}
     ids = {
-        end: (token, added.get(token, made.token_to_id(token))) for end, token in tokens.items() if token is not None
+        end: (token, added.get(token, native.token_to_id(token))) for end, token in tokens.items() if token is not None
     }
     # A token without an id is refused where all named tokens are checked.
-    made.post_processor = special_tokens_around({end: pair for end, pair in ids.items() if pair[1] is not None})
-    return Converted(made, named)
+    native.post_processor = special_tokens_around({end: pair for end, pair in ids.items() if pair[1] is not None})
+    return Converted(native, named)
 
 
 def _model(trainer: dict[int, Any], entries: list[dict[int, Any]], texts: list[str], types: list[int]) -> Any:

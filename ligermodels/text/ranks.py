@@ -71,8 +71,8 @@ def convert(path: Path, files: TokenizerFiles) -> Converted:
     """Raises TokenizerError for a damaged file, or one of another model."""
     ranks = _read_tekken(path) if path.suffix == ".json" else _read_tiktoken(path)
     first = 0 if ranks.special_first else len(ranks.tokens)
-    own = {token.id: token.content for token in files.added}
-    names = {token: own.get(index, token) for index, token in enumerate(ranks.special, first)}
+    declared = {token.id: token.content for token in files.added}
+    names = {token: declared.get(index, token) for index, token in enumerate(ranks.special, first)}
     special = [names[token] for token in ranks.special]
     named = {name: names[token] for name, token in ranks.named.items()}
     native = _build(ranks._replace(special=special, named=named), path)
@@ -145,9 +145,9 @@ def _build(ranks: Ranks, path: Path) -> Any:
         raise TokenizerError(
             f"{path} lacks one of the 256 bytes, or has a token twice. Likely cause: a damaged or edited file."
         )
-    own = vocab if ranks.special_first else {token: vocab[token] for token in tokens}
+    model_vocab = vocab if ranks.special_first else {token: vocab[token] for token in tokens}
     merges = _merges({token: vocab[token] for token in tokens})
-    native = tokenizers.Tokenizer(models.BPE(own, merges, ignore_merges=True))
+    native = tokenizers.Tokenizer(models.BPE(model_vocab, merges, ignore_merges=True))
     try:
         split = pre_tokenizers.Split(tokenizers.Regex(ranks.pattern), "isolated")
     except Exception as error:

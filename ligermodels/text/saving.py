@@ -32,22 +32,22 @@ def contents(
     loaded, files: the settings as they were read, and as they are now. settings: the same of `call_settings`, now.
     """
     try:
-        found = {path.relative_to(files.folder).as_posix(): path.read_bytes() for path in loaded.paths}
+        saved = {path.relative_to(files.folder).as_posix(): path.read_bytes() for path in loaded.paths}
     except OSError as error:
         raise TokenizerError(f"a file that the tokenizer was loaded from cannot be read any more: {error}.") from error
     config = dict(loaded.config)
     if backend.converted:
-        data = found.get(backend.path.name, b"")
-        found = {name: data for name, data in found.items() if not name.startswith("tokenizer.model")}
+        data = saved.get(backend.path.name, b"")
+        saved = {name: data for name, data in saved.items() if not name.startswith("tokenizer.model")}
         if backend.path.name != "tekken.json" and not is_tiktoken(data):
-            found["tokenizer.model"] = data
+            saved["tokenizer.model"] = data
         config = {**loaded.named, **config}
     if files.templates != loaded.templates:
         config.pop("chat_template", None)
-        found = {name: data for name, data in found.items() if not name.endswith((".jinja", "chat_template.json"))}
-        found |= {_template_name(name): text.encode() for name, text in files.templates.items()}
+        saved = {name: data for name, data in saved.items() if not name.endswith((".jinja", "chat_template.json"))}
+        saved |= {_template_name(name): text.encode() for name, text in files.templates.items()}
     if (files.named, files.extra_special, files.added) != (loaded.named, loaded.extra_special, loaded.added):
-        found = {name: data for name, data in found.items() if name not in SPECIAL_TOKENS}
+        saved = {name: data for name, data in saved.items() if name not in SPECIAL_TOKENS}
         # None removes a token that the class of transformers has by default.
         config |= dict.fromkeys(loaded.named) | dict(files.named)
         if files.extra_special != loaded.extra_special:
@@ -55,16 +55,16 @@ def contents(
             config["additional_special_tokens"] = list(files.extra_special)
         config["added_tokens_decoder"] = {str(index): token.to_dict() for index, token in sorted(backend.added.items())}
     if backend.converted or files.added != loaded.added:
-        found["tokenizer.json"] = backend.to_json().encode()
+        saved["tokenizer.json"] = backend.to_json().encode()
         if files.added != loaded.added:
-            found.pop("tekken.json", None)
+            saved.pop("tekken.json", None)
         # Classes of transformers that rebuild all but the vocabulary split texts with new tokens differently.
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     stated = call_settings(config, files.folder)
     config |= {name: value for name, value in settings.items() if value != stated[name]}
     if config != loaded.config:
-        found["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    return found
+        saved["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return saved
 
 
 def write(target: Path, files: Mapping[str, bytes]) -> tuple[str, ...]:

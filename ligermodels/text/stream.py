@@ -37,10 +37,10 @@ class StreamDecoder:
             raise InputError(f"a {type(tokenizer).__name__} has no decode(ids, skip_special_tokens=...).")
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         # The window, the number of its ids whose text was returned, and that text.
-        self._ids, self._given, self._text, self.unfinished = [_checked(index) for index in after], 0, "", ""
+        self._ids, self._returned, self._text, self.unfinished = [_checked(index) for index in after], 0, "", ""
         # An unfinished character has up to three tokens.
-        for given in range(len(self._ids), max(0, len(self._ids) - 4), -1):
-            self._given, self._text = given, self._decode(self._ids[:given])
+        for count in range(len(self._ids), max(0, len(self._ids) - 4), -1):
+            self._returned, self._text = count, self._decode(self._ids[:count])
             if not self._text.endswith(_BROKEN):
                 break
 
@@ -59,10 +59,10 @@ class StreamDecoder:
         """The part of the window's text that was not returned yet. Moves the window."""
         new = text[len(self._text) :]
         if new:
-            later = self._ids[self._given :]
+            later = self._ids[self._returned :]
             if start := self._decode(later):
                 self._ids, text = later, start
-            self._given, self._text = len(self._ids), text
+            self._returned, self._text = len(self._ids), text
         return new
 
 

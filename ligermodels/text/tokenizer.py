@@ -262,8 +262,8 @@ class Tokenizer(Vocabulary):
         if clean_up_tokenization_spaces:
             raise InputError("clean_up_tokenization_spaces is for WordPiece; here it would remove spaces of the text.")
         try:
-            given: Any = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
-            ids = list(map(operator.index, given if isinstance(given, Iterable) else [given]))
+            values: Any = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+            ids = list(map(operator.index, values if isinstance(values, Iterable) else [values]))
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
                 f"decode takes one text: an int, a list of them or a 1-D tensor, not {short(token_ids)}. Decode a "
@@ -451,9 +451,9 @@ def _check_names(variables: Mapping[str, Any], template: ChatTemplate) -> None:
     if not (unknown := sorted(variables.keys() - read)):
         return
     options = inspect.signature(Tokenizer.apply_chat_template).parameters.keys() - {"self", "variables"}
-    own = sorted(read - options - set(NAMES))
-    nearest = difflib.get_close_matches(unknown[0], [*options, *own], 1)
-    others = f"Variables of the template: {short(own)}." if own else "Next step: leave it out."
+    names = sorted(read - options - set(NAMES))
+    nearest = difflib.get_close_matches(unknown[0], [*options, *names], 1)
+    others = f"Variables of the template: {short(names)}." if names else "Next step: leave it out."
     hint = f"The nearest known name is {nearest[0]!r}." if nearest else others
     text = f"{unknown[0]!r} is no argument of apply_chat_template, and {template.where} does not read it. {hint}"
     warn_once(f"template variable {unknown[0]}: {template.where}", text)

@@ -83,8 +83,8 @@ class Vocabulary:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        own = self.eos_token_id if "eos_token" in self.files.named else None
-        return tuple(dict.fromkeys((*self.files.eos_token_ids, *(() if own is None else (own,)))))
+        index = self.eos_token_id if "eos_token" in self.files.named else None
+        return tuple(dict.fromkeys((*self.files.eos_token_ids, *(() if index is None else (index,)))))
 
     @property
     def padding_id(self) -> int:
@@ -140,11 +140,11 @@ class Vocabulary:
         present = {token.content: token for token in self.backend.added.values()}
         added: dict[int, AddedToken] = {}
         size, count = self.vocab_size, 0
-        for given in [new_tokens] if is_one else new_tokens:
-            content = getattr(given, "content", given)
+        for new in [new_tokens] if is_one else new_tokens:
+            content = getattr(new, "content", new)
             if not isinstance(content, str) or not content:
                 raise InputError(f"a token is a non-empty str, not {short(content)}.")
-            special = special_tokens or bool(getattr(given, "special", False))
+            special = special_tokens or bool(getattr(new, "special", False))
             if token := present.get(content):
                 if special and not token.special:
                     # A special token is matched as it is spelled.
@@ -154,8 +154,8 @@ class Vocabulary:
             if index is None:
                 index, size = size, size + 1
             flags: dict[str, bool] = {"normalized": not special}
-            if not isinstance(given, str):
-                flags = {name: bool(getattr(given, name)) for name in (*flags, "lstrip", "rstrip", "single_word")}
+            if not isinstance(new, str):
+                flags = {name: bool(getattr(new, name)) for name in (*flags, "lstrip", "rstrip", "single_word")}
             present[content] = added[index] = AddedToken(id=index, content=content, special=special, **flags)
             count += 1
         merged = {token.id: token for token in self.files.added} | added

@@ -156,13 +156,13 @@ class Processor:
                 f"{padding!r} and {return_tensors!r}: a batch is padded tensors."
             )
         texts = [text] if isinstance(text, str) else text
-        if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
+        if not isinstance(texts, list | tuple) or not all(isinstance(entry, str) for entry in texts):
             raise InputError(f"text must be a str or a list of them, not {str(text)[:80]!r}. images= takes images.")
         if videos is not None and self.video_processor is None:
             raise InputError("this model takes no videos. Next step: pass some frames as images.")
         if fps is not None and not isinstance(self.video_processor, Qwen3VLVideoProcessor):
             raise InputError("this model reads no times of frames. Next step: leave fps out.")
-        rows = [self._encode(one, add_special_tokens) for one in texts]
+        rows = [self._encode(entry, add_special_tokens) for entry in texts]
         images = self._per_text("image", images, rows)
         if isinstance(self.image_processor, MllamaImageProcessor):
             pixels, tiles = self.image_processor(images)
@@ -178,7 +178,7 @@ class Processor:
             media |= self.video_processor.videos([clip for some in clips for clip in some])
             grids = media["video_grid_thw"]
             if isinstance(self.video_processor, Qwen3VLVideoProcessor):
-                rows = [self._encode(one, add_special_tokens) for one in self._with_times(texts, clips, fps)]
+                rows = [self._encode(entry, add_special_tokens) for entry in self._with_times(texts, clips, fps)]
                 grids = grids.repeat_interleave(grids[:, 0], 0).index_fill(1, torch.tensor(0), 1)
             rows = _repeat(rows, self._tokens["video"], self.video_processor, grids)
         if any(images):
@@ -229,8 +229,8 @@ class Processor:
         ]
         if not tokenize:
             return [str(text) for text in texts] if is_batch else str(texts[0])
-        for kind, given, own in (("images", images, 1), ("videos", videos, 2)):
-            if given is not None and any(chat[own] for chat in chats):
+        for kind, media, place in (("images", images, 1), ("videos", videos, 2)):
+            if media is not None and any(chat[place] for chat in chats):
                 raise InputError(
                     f"{kind}= is given, and the messages have {kind} too. Next step: give them in one way."
                 )
@@ -285,41 +285,41 @@ class Processor:
         if len(rates) != len(videos) or any(not isinstance(rate, int | float) or not rate > 0 for rate in rates):
             raise InputError(f"fps must be a positive number, or one for each of {len(videos)} videos, not {fps!r}.")
         processor: Any = self.video_processor
-        found = iter([processor.times(len(video), rate) for video, rate in zip(videos, rates, strict=True)])
+        times = iter([processor.times(len(video), rate) for video, rate in zip(videos, rates, strict=True)])
         start, end, token = "<|vision_start|>", "<|vision_end|>", str(self.video_token)
 
         def frames(match: re.Match[str]) -> str:
-            return "".join(f"<{time:.1f} seconds>{start}{token}{end}" for time in next(found))
+            return "".join(f"<{time:.1f} seconds>{start}{token}{end}" for time in next(times))
 
         both = f"{re.escape(start + token + end)}|{re.escape(token)}"
         return [re.sub(both, frames, text) for text in texts]
 
-    def _per_text(self, kind: str, given: Any, rows: list[list[int]]) -> list[list[Any]]:
+    def _per_text(self, kind: str, media: Any, rows: list[list[int]]) -> list[list[Any]]:
         """The images (or videos) of each text. Raises InputError if their number is not that of the placeholders."""
         wanted = [row.count(self._tokens[kind]) for row in rows]
         is_one = _is_image if kind == "image" else _is_video
-        if given is None:
+        if media is None:
             nested: list[list[Any]] = [[] for _ in rows]
-        elif is_one(given):
-            nested = [[given]]
-        elif not isinstance(given, list | tuple):
-            raise InputError(f"{kind}s= must be a list, not {type(given).__name__}.{_FILM if kind == 'video' else ''}")
-        elif all(map(is_one, given)):
-            items = iter(given)
-            nested = [list(itertools.islice(items, n)) for n in wanted] if len(given) == sum(wanted) else [list(given)]
-        elif all(isinstance(some, list | tuple) and all(map(is_one, some)) for some in given):
-            nested = [list(some) for some in given]
+        elif is_one(media):
+            nested = [[media]]
+        elif not isinstance(media, list | tuple):
+            raise InputError(f"{kind}s= must be a list, not {type(media).__name__}.{_FILM if kind == 'video' else ''}")
+        elif all(map(is_one, media)):
+            items = iter(media)
+            nested = [list(itertools.islice(items, n)) for n in wanted] if len(media) == sum(wanted) else [list(media)]
+        elif all(isinstance(some, list | tuple) and all(map(is_one, some)) for some in media):
+            nested = [list(some) for some in media]
         else:
-            wrong = next(item for item in given if not is_one(item))
+            wrong = next(item for item in media if not is_one(item))
             raise InputError(
                 f"{kind}s= must be a list of {kind}s, or one list of them for each text; it has a "
                 f"{type(wrong).__name__} ({str(wrong)[:60]}).{_FILM if kind == 'video' else ''}"
             )
-        found = [len(some) for some in nested]
-        if found != wanted:
+        counts = [len(some) for some in nested]
+        if counts != wanted:
             name = self.image_token if kind == "image" else self.video_token
             raise InputError(
-                f"the texts have {wanted} {name}, but {found} {kind}s are given; each {kind} needs its own {name} in "
+                f"the texts have {wanted} {name}, but {counts} {kind}s are given; each {kind} needs its own {name} in "
                 f"the text. Likely cause: a text written without apply_chat_template, a missing {kind}, or a list of "
                 f"{kind}s that is not nested by text."
             )
@@ -337,21 +337,21 @@ def _repeat(rows: list[list[int]], token: int, processor: Qwen2VLImageProcessor,
 
 def _read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
     """(image config, video config, the file's name). processor_config.json wins, as in transformers."""
-    found = {name: read_json(folder / name) for name in CONFIGS if (folder / name).is_file()}
-    nested = found.get("processor_config.json", {})
+    configs = {name: read_json(folder / name) for name in CONFIGS if (folder / name).is_file()}
+    nested = configs.get("processor_config.json", {})
     image, where = nested.get("image_processor"), folder / "processor_config.json"
-    if image is None and "preprocessor_config.json" in found:
-        image, where = found["preprocessor_config.json"], folder / "preprocessor_config.json"
+    if image is None and "preprocessor_config.json" in configs:
+        image, where = configs["preprocessor_config.json"], folder / "preprocessor_config.json"
     if image is None:
         names = sorted(path.name for path in folder.iterdir())[:20] if folder.is_dir() else "nothing"
         raise ConfigError(
             f"{folder} has no preprocessor_config.json and no image_processor in processor_config.json; it has {names}."
             " Likely cause: a text model (use Tokenizer), or files that were not copied with the checkpoint."
         )
-    video = nested.get("video_processor") or found.get("video_preprocessor_config.json") or image
-    for one in (image, video):
-        if not isinstance(one, Mapping):
-            raise ConfigError(f"{where}: the image processor must be an object, not {str(one)[:60]!r}.")
+    video = nested.get("video_processor") or configs.get("video_preprocessor_config.json") or image
+    for config in (image, video):
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"{where}: the image processor must be an object, not {str(config)[:60]!r}.")
     return dict(image), dict(video), str(where)
 
 

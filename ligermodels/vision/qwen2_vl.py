@@ -32,7 +32,7 @@ IMAGE_LIMITS, VIDEO_LIMITS = (56 * 56, 28 * 28 * 1280), (28 * 28 * 128, 28 * 28 
 """Default (min_pixels, max_pixels) of transformers' image processor and, from 4.52 on, video processor."""
 
 _SIZES = ("patch_size", "temporal_patch_size", "merge_size", "max_video_tokens")
-_OWN = {*_SIZES, "min_pixels", "max_pixels", "size", "cap_pixels_per_frame"}
+_FAMILY_KEYS = {*_SIZES, "min_pixels", "max_pixels", "size", "cap_pixels_per_frame"}
 
 
 def smart_resize(
@@ -70,7 +70,7 @@ class Qwen2VLImageProcessor(PixelSettings):
     """
 
     limits: ClassVar = {"image": IMAGE_LIMITS, "video": VIDEO_LIMITS}
-    own_keys: ClassVar[set[str]] = _OWN
+    family_keys: ClassVar[set[str]] = _FAMILY_KEYS
 
     min_pixels: int = IMAGE_LIMITS[0]
     max_pixels: int = IMAGE_LIMITS[1]
@@ -92,7 +92,7 @@ class Qwen2VLImageProcessor(PixelSettings):
         checkpoint without a file for videos uses the file for images, with its limits, as in every version.
         Raises ConfigError.
         """
-        fields = read_settings(config, where, cls.own_keys)
+        fields = read_settings(config, where, cls.family_keys)
         fields |= {key: integer(config, key, where) for key in _SIZES if config.get(key) is not None}
         fields |= zip(
             ("min_pixels", "max_pixels"), _limits(config, cls.limits["video" if video else "image"], where), strict=True
@@ -188,7 +188,7 @@ class Qwen3VLVideoProcessor(Qwen2VLImageProcessor):
     """
 
     limits: ClassVar = {"video": (128 * 32 * 32, 32 * 32 * 768)}
-    own_keys: ClassVar[set[str]] = _OWN | {"do_sample_frames"}  # frames are taken as they are given
+    family_keys: ClassVar[set[str]] = _FAMILY_KEYS | {"do_sample_frames"}  # frames are taken as they are given
 
     min_pixels: int = limits["video"][0]
     max_pixels: int = limits["video"][1]
@@ -229,7 +229,8 @@ def _limits(config: Mapping[str, Any], defaults: tuple[int, int], where: str) ->
         places = ((config, key), (size, key), (size, key_in_size))
         return next((integer(at, name, where) for at, name in places if at.get(name) is not None), default)
 
-    least, most = limit("min_pixels", "shortest_edge", defaults[0]), limit("max_pixels", "longest_edge", defaults[1])
-    if least > most:
-        raise ConfigError(f"{where}: min_pixels {least:,} is above max_pixels {most:,}.")
-    return least, most
+    smallest = limit("min_pixels", "shortest_edge", defaults[0])
+    largest = limit("max_pixels", "longest_edge", defaults[1])
+    if smallest > largest:
+        raise ConfigError(f"{where}: min_pixels {smallest:,} is above max_pixels {largest:,}.")
+    return smallest, largest

@@ -57,34 +57,34 @@ class PixelSettings:
         return (values - mean) / std
 
 
-def read_settings(config: Mapping[str, Any], where: str, own: set[str]) -> dict[str, Any]:
-    """The fields of `PixelSettings` in `config`. own: the keys that the family reads itself.
+def read_settings(config: Mapping[str, Any], where: str, family_keys: set[str]) -> dict[str, Any]:
+    """The fields of `PixelSettings` in `config`. family_keys: the keys that the family reads itself.
 
     Unknown keys are named in one warning. Raises ConfigError.
     """
-    given = {key: value for key, value in config.items() if value is not None}
+    present = {key: value for key, value in config.items() if value is not None}
     for key, reason in _MUST_BE_OFF.items():
-        if given.get(key) and key not in own:
-            raise ConfigError(f"{where}: {key} is {given[key]!r}, and {reason}. Next step: set it to false.")
-    found: dict[str, Any] = {key: boolean(given, key, where) for key in _BOOLEANS if key in given}
-    if "resample" in given:
-        found["resample"] = integer(given, "resample", where, minimum=0)
-        if found["resample"] > 5:
-            raise ConfigError(f"{where}: resample is {given['resample']}; pillow's filters are 0 to 5 (3: bicubic).")
-    if "rescale_factor" in given:
-        found["rescale_factor"] = _number(given["rescale_factor"], f"{where}: rescale_factor")
+        if present.get(key) and key not in family_keys:
+            raise ConfigError(f"{where}: {key} is {present[key]!r}, and {reason}. Next step: set it to false.")
+    fields: dict[str, Any] = {key: boolean(present, key, where) for key in _BOOLEANS if key in present}
+    if "resample" in present:
+        fields["resample"] = integer(present, "resample", where, minimum=0)
+        if fields["resample"] > 5:
+            raise ConfigError(f"{where}: resample is {present['resample']}; pillow's filters are 0 to 5 (3: bicubic).")
+    if "rescale_factor" in present:
+        fields["rescale_factor"] = _number(present["rescale_factor"], f"{where}: rescale_factor")
     for key in ("image_mean", "image_std"):
-        if key in given:
-            value = given[key] if isinstance(given[key], list | tuple) else [given[key]] * 3
+        if key in present:
+            value = present[key] if isinstance(present[key], list | tuple) else [present[key]] * 3
             if len(value) != 3:
                 raise ConfigError(f"{where}: {key} must be three numbers, for red, green and blue, not {value!r}.")
-            found[key] = tuple(_number(number, f"{where}: {key}") for number in value)
-    if 0 in found.get("image_std", ()):
+            fields[key] = tuple(_number(number, f"{where}: {key}") for number in value)
+    if 0 in fields.get("image_std", ()):
         raise ConfigError(f"{where}: image_std must not have a 0.")
-    known = {*found, *own, *_NO_EFFECT, *_MUST_BE_OFF}
-    if unknown := sorted(key for key, value in given.items() if key not in known and value is not False):
+    known = {*fields, *family_keys, *_NO_EFFECT, *_MUST_BE_OFF}
+    if unknown := sorted(key for key, value in present.items() if key not in known and value is not False):
         warnings.warn(f"{where}: unknown keys are ignored: {unknown}", stacklevel=4)
-    return found
+    return fields
 
 
 def integer(config: Mapping[str, Any], key: str, where: str, minimum: int = 1) -> int:

@@ -210,8 +210,8 @@ def _rope_scaling(metadata: Metadata, tables: Mapping[str, Tensor], head_dim: in
         return {"rope_type": "linear", "factor": factor or get("rope.scale_linear")}
     if kind == "yarn" and scale in (None, 1.0):
         betas = {"beta_fast": 32.0, "beta_slow": 1.0}
-        found = {name: get(f"rope.scaling.yarn_{name}", usual) for name, usual in betas.items()}
-        unusual = {name: beta for name, beta in found.items() if beta != betas[name]}
+        stored = {name: get(f"rope.scaling.yarn_{name}", usual) for name, usual in betas.items()}
+        unusual = {name: beta for name, beta in stored.items() if beta != betas[name]}
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **unusual}
     if kind != "none":
         raise ConfigError(
@@ -258,38 +258,38 @@ def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | fl
     """
     rope, kind = config.rope_parameters, config.model_type
     keys = _KEYS | _KEYS_OF.get(kind, {})
-    found: dict[str, int | float | str | list[int]] = {"vocab_size": config.vocab_size}
+    metadata: dict[str, int | float | str | list[int]] = {"vocab_size": config.vocab_size}
     for key, field in keys.items():
         value = getattr(config, field)
-        found[key] = float(value) if key in _CAPS else value  # a cap may be a whole number in config.json
+        metadata[key] = float(value) if key in _CAPS else value  # a cap may be a whole number in config.json
     if mtp_layers:
-        found |= {"block_count": config.num_hidden_layers + mtp_layers, "nextn_predict_layers": mtp_layers}
+        metadata |= {"block_count": config.num_hidden_layers + mtp_layers, "nextn_predict_layers": mtp_layers}
     if kind == "qwen3_5_text":
-        found["full_attention_interval"] = _interval(config.layer_types) or 0
-        found["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
-        found["rope.dimension_sections"] = [*rope.get("mrope_section", _SECTIONS), 0]
-    found |= {"attention.value_length": config.head_dim, "rope.dimension_count": rotary.dim}
-    found["rope.freq_base"] = float(rope["rope_theta"])
+        metadata["full_attention_interval"] = _interval(config.layer_types) or 0
+        metadata["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
+        metadata["rope.dimension_sections"] = [*rope.get("mrope_section", _SECTIONS), 0]
+    metadata |= {"attention.value_length": config.head_dim, "rope.dimension_count": rotary.dim}
+    metadata["rope.freq_base"] = float(rope["rope_theta"])
     window = getattr(config, "sliding_window", None)
     if kind == "phi3":
-        found["rope.scaling.original_context_length"] = config.original_max_position_embeddings
+        metadata["rope.scaling.original_context_length"] = config.original_max_position_embeddings
         window = window or 0  # llama.cpp takes a missing key for a window
     if window is not None:
-        found["attention.sliding_window"] = window
+        metadata["attention.sliding_window"] = window
     if rope["rope_type"] in ("linear", "yarn"):
-        found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(_factor(config))}
+        metadata |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(_factor(config))}
     if rope["rope_type"] == "yarn":
-        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-        found["rope.scaling.yarn_beta_fast"] = float(rope.get("beta_fast") or 32)
-        found["rope.scaling.yarn_beta_slow"] = float(rope.get("beta_slow") or 1)
+        metadata["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        metadata["rope.scaling.yarn_beta_fast"] = float(rope.get("beta_fast") or 32)
+        metadata["rope.scaling.yarn_beta_slow"] = float(rope.get("beta_slow") or 1)
     if rope["rope_type"] == "llama3":
         usual = {**_LLAMA3, "factor": np.float32(max(llama3_divisors(rope, rotary.dim)))}
         numbers = {"factor": float(rope["factor"]), **{name: type(x)(rope[name]) for name, x in _LLAMA3.items()}}
         if any(np.float32(numbers[name]) != value for name, value in usual.items()):
-            found |= {f"rope.llama3.{name}": value for name, value in numbers.items()}
+            metadata |= {f"rope.llama3.{name}": value for name, value in numbers.items()}
     if rope["rope_type"] == "longrope":
-        found["rope.scaling.attn_factor"] = float(rotary.attention_scaling)
-    return found
+        metadata["rope.scaling.attn_factor"] = float(rotary.attention_scaling)
+    return metadata
 
 
 def _interval(layer_types: list[str]) -> int | None:

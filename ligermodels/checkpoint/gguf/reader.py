@@ -106,14 +106,14 @@ class GgufFile:
         try:
             count, keys = self._unpack("<QQ")
             self.metadata = {self._string(): self._value(*self._unpack("<I")) for _ in range(keys)}
-            found = [self._tensor() for _ in range(count)]
+            tensors = [self._tensor() for _ in range(count)]
         except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
             raise CheckpointError(f"{path}: its header is damaged or cut short; fetch it again. ({error})") from error
         if self.metadata.get("split.count", 0) > 1:
             raise CheckpointError(f"{path} is one of {self.metadata['split.count']} parts of a model.\n{_SPLIT}")
         alignment = self.metadata.get("general.alignment", 32)
         data = -(-self._at // alignment) * alignment
-        self.tensors = {name: stored._replace(start=data + stored.start) for name, stored in found}
+        self.tensors = {name: stored._replace(start=data + stored.start) for name, stored in tensors}
         end = max((stored.start + self.nbytes(stored) for stored in self.tensors.values()), default=0)
         if end > len(self._map):
             raise CheckpointError(f"{path} is cut short: {len(self._map):,} of {end:,} bytes; fetch it again.")
@@ -240,11 +240,11 @@ class GgufReader:
         if not dtypes:
             raise CheckpointError(f"{self.source} holds no matrices. Is it a model, and not a vocabulary alone?")
         dtype = functools.reduce(torch.promote_types, dtypes)
-        found = dict.fromkeys(self._stored, dtype)
+        by_name = dict.fromkeys(self._stored, dtype)
         for names in kinds.values():
             if dtype == torch.float32 or not all(self._is_exact(name, dtype) for name in names):
-                found |= dict.fromkeys(names, torch.float32)
-        return {name: TensorInfo(of, self._shape(name)) for name, of in found.items()}
+                by_name |= dict.fromkeys(names, torch.float32)
+        return {name: TensorInfo(of, self._shape(name)) for name, of in by_name.items()}
 
     def _is_exact(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a tensor of `dtype` would be written to the file with the bits that it has there."""

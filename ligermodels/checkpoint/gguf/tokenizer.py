@@ -61,10 +61,10 @@ def token_ids(metadata: Mapping[str, Any], only_eos: bool = False) -> dict[str, 
     only_eos: for config.json, where the end of a text is the only EOS id.
     """
     ends = [metadata.get(f"tokenizer.ggml.{name}") for name in (_ENDS[:1] if only_eos else _ENDS)]
-    found = list(dict.fromkeys(end for end in ends if end is not None))
+    eos_ids = list(dict.fromkeys(end for end in ends if end is not None))
     ids = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": found[0] if len(found) == 1 else found or None,
+        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
     }
     return {name: value for name, value in ids.items() if value is not None}
@@ -164,22 +164,22 @@ def _byte_level(
     pattern, ignore_merges = known.get(pre, ("", False))
     by_regex = pattern.endswith("ByteLevel")
     patterns = _DEFAULT if pre == "default" else () if by_regex else (pattern,)
-    steps: list[Any] = [pre_tokenizers.Split(Regex(one), "isolated") for one in patterns]
+    steps: list[Any] = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in patterns]
     if pattern.startswith("Digits"):
         steps = [pre_tokenizers.Digits(individual_digits=True)]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     vocab = {token: index for index, token in enumerate(tokens)}
-    made: Any = Tokenizer(models.BPE(vocab, merges, ignore_merges=ignore_merges))
+    tokenizer: Any = Tokenizer(models.BPE(vocab, merges, ignore_merges=ignore_merges))
     if pre in ("qwen2", "qwen35"):
-        made.normalizer = normalizers.NFC()
+        tokenizer.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=by_regex)
-    made.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
-    made.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
     named = {end: config[f"{end}_token"] for end in ("bos", "eos") if config[f"add_{end}_token"]}
-    made.post_processor = special_tokens_around({end: (token, vocab[token]) for end, token in named.items()})
-    made.add_special_tokens([AddedToken(**token) for token in added.values() if token["special"]])
-    made.add_tokens([AddedToken(**token) for token in added.values() if not token["special"]])
-    return made.to_str().encode()
+    tokenizer.post_processor = special_tokens_around({end: (token, vocab[token]) for end, token in named.items()})
+    tokenizer.add_special_tokens([AddedToken(**token) for token in added.values() if token["special"]])
+    tokenizer.add_tokens([AddedToken(**token) for token in added.values() if not token["special"]])
+    return tokenizer.to_str().encode()
 
 
 def special_tokens_around(ends: Mapping[str, tuple[str, int]]) -> Any:
@@ -190,9 +190,9 @@ def special_tokens_around(ends: Mapping[str, tuple[str, int]]) -> Any:
     from tokenizers import processors
 
     before, after = ([end] if end in ends else [] for end in ("bos", "eos"))
-    one, other = ([*before, text, *after] for text in ("$A", "$B:1"))
+    single, second = ([*before, text, *after] for text in ("$A", "$B:1"))
     tokens = [{"id": end, "ids": [index], "tokens": [token]} for end, (token, index) in ends.items()]
-    return processors.TemplateProcessing(single=one, pair=one + other, special_tokens=tokens)
+    return processors.TemplateProcessing(single=single, pair=single + second, special_tokens=tokens)
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> bytes:
@@ -225,11 +225,11 @@ def _field(number: int, value: int | bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 127:
-        found.append(value & 127 | 128)
+        encoded.append(value & 127 | 128)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*encoded, value])
 
 
 def protobuf_fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -145,15 +145,15 @@ def _token(
     """The token of a row. pieces: sentencepiece's, None for byte-level tokens. special, added: ids of such tokens."""
     if text is None:
         return _Piece(f"[PAD{index}]", _ADDED_SCORE, UNUSED)
-    own = pieces.get(index) if pieces is not None else None
-    if own is None or own.text != text:
+    piece = pieces.get(index) if pieces is not None else None
+    if piece is None or piece.text != text:
         kind = USER_DEFINED if pieces is not None or index in added else NORMAL
-        own = _Piece(text, _ADDED_SCORE, CONTROL if index in special else kind)
-    elif own.type in (NORMAL, USER_DEFINED) and (index in special or index in added):
-        own = _Piece(text, _ADDED_SCORE, CONTROL if index in special else USER_DEFINED)
-    if pieces is not None and own.type == USER_DEFINED:  # llama.cpp finds it in the text before it replaces spaces
-        own = _Piece(own.text.replace(SPACE, " "), own.score, own.type)
-    return own
+        piece = _Piece(text, _ADDED_SCORE, CONTROL if index in special else kind)
+    elif piece.type in (NORMAL, USER_DEFINED) and (index in special or index in added):
+        piece = _Piece(text, _ADDED_SCORE, CONTROL if index in special else USER_DEFINED)
+    if pieces is not None and piece.type == USER_DEFINED:  # llama.cpp finds it in the text before it replaces spaces
+        piece = _Piece(piece.text.replace(SPACE, " "), piece.score, piece.type)
+    return piece
 
 
 def sentencepiece_pieces(data: bytes) -> dict[int, _Piece]:
@@ -179,8 +179,8 @@ def _from_merges(model: Mapping[str, Any], added: set[int]) -> dict[int, _Piece]
     """
     vocab, merges = model["vocab"], [_pair(merge) for merge in model["merges"]]
     ranks: dict[str, int] = {}
-    for rank, (left, right) in enumerate(merges):
-        ranks.setdefault(left + right, rank)
+    for rank, (first, second) in enumerate(merges):
+        ranks.setdefault(first + second, rank)
     pairs = set(merges)
     for text in ranks:
         cuts = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
@@ -208,8 +208,8 @@ def _normalizers(state: Mapping[str, Any] | None) -> set[str]:
 
 def _pair(merge: Any) -> tuple[str, str]:
     """A merge, which older files write as one string."""
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return left, right
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    return first, second
 
 
 def _pre_tokenizer(state: Mapping[str, Any], where: str) -> str:

@@ -142,24 +142,26 @@ def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
         plans[name] = _Plan(TensorInfo(table.dtype, tuple(table.shape)), table=table)
     groups: dict[str, list[str]] = {}
     for source in view.headers:
-        found = layout.theirs(source)
-        if found is None:
+        place = layout.theirs(source)
+        if place is None:
             raise ConfigError(f"{view.source}: llama.cpp has no place for {source} in a {config.model_type}")
-        groups.setdefault(found, []).append(source)
+        groups.setdefault(place, []).append(source)
     for name, sources in groups.items():
         source, infos = sources[0], [view.headers[source] for source in sources]
         stacked = "_exps." in name
         change, shape = layout.change(source), infos[0].shape
-        made = dtype or reduce(torch.promote_types, [info.dtype for info in infos])
+        file_dtype = dtype or reduce(torch.promote_types, [info.dtype for info in infos])
         if layout.is_float32(source, shape):
-            made = torch.float32
-        if made not in _TYPES:
-            raise InputError(f"{source} is {made}, which llama.cpp does not compute with; give dtype (--dtype fp32)")
+            file_dtype = torch.float32
+        if file_dtype not in _TYPES:
+            raise InputError(
+                f"{source} is {file_dtype}, which llama.cpp does not compute with; give dtype (--dtype fp32)"
+            )
         if change is not None:
             shape = tuple(change.write(torch.empty(shape, device="meta")).shape)
         if stacked:
             shape = (len(sources), *shape)
-        plans[name] = _Plan(TensorInfo(made, shape), tuple(sources), stacked, change)
+        plans[name] = _Plan(TensorInfo(file_dtype, shape), tuple(sources), stacked, change)
     return plans
 
 
@@ -203,10 +205,10 @@ def _named(name: str, strips: bool) -> str:
     return _PHI3.sub("phi", name)  # llama.cpp would look for tokens that are not there, and end
 
 
-def _equal(found: Any, expected: Any) -> bool:
+def _equal(value: Any, expected: Any) -> bool:
     """Whether a value is the one written: text may have been given as bytes, numbers are rounded to float32."""
     if isinstance(expected, float):
-        return found is not None and bool(np.float32(found) == np.float32(expected))
-    if isinstance(expected, list | tuple) and isinstance(found, list) and len(found) == len(expected):
-        return all(map(_equal, found, expected))
-    return bool(found == (expected.decode() if isinstance(expected, bytes) else expected))
+        return value is not None and bool(np.float32(value) == np.float32(expected))
+    if isinstance(expected, list | tuple) and isinstance(value, list) and len(value) == len(expected):
+        return all(map(_equal, value, expected))
+    return bool(value == (expected.decode() if isinstance(expected, bytes) else expected))
