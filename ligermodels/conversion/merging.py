@@ -53,6 +53,8 @@ class MergedSource(Source):
         self.config = dict(base.config)
         self._embedding = next(name for name in base.headers if name.endswith("embed_tokens.weight"))
         self._aliases = _aliases(base.model)
+        on_disk = weights.regions(base.model, base.model.DISK_NAMES)
+        self._transposed = {region.source for region in on_disk if region.transposed}
         self._patches: dict[str, _Patch] = {}
         options = read_options(adapter_folder)
         for name, patch in self._read_patches(options, read_tensors(adapter_folder, allow_pickle=allow_pickle)).items():
@@ -140,6 +142,8 @@ class MergedSource(Source):
         source = name if is_known else self._aliases.get(name)
         if source is None:
             self._fail(f"the base has no {name}", "the adapter of another model, or of a part that has no weights here")
+        if patch.lora_a is not None and source in self._transposed:
+            self._fail(f"{source} is transposed on disk", "an adapter that was trained on a model in another layout")
         if source in self._patches:
             self._fail(f"{source} is changed twice", "adapters of two layouts in one file")
         self._patches[source] = patch

@@ -11,8 +11,9 @@ model.layers.0.self_attn.q_proj.lora_A.weight. Modules in `modules_to_save` are 
 
 import collections
 import contextlib
+import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def add_lora(
         raise InputError("add_lora: adapters of target_parameters cannot have dropout or DoRA; leave these out")
     chosen = _targets(model, targets) if targets or not stacked else {}
     saved = _named(model, modules_to_save, chosen, "add_lora")
+    _rearranged(model, chosen, [*stacked, *saved], "add_lora")
     for name, module in chosen.items():
         if (reason := why_not_fused(module, nn.Linear, QuantizedLinear)) is not None:
             raise InputError(f"add_lora: {name} cannot get an adapter, because of {reason}")
@@ -174,10 +176,16 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
     saved = _named(model, getattr(model, _SAVED, ()), (), "save_adapter")
     experts = _adapted_experts(model)
     parameters = {
-        PREFIX + _file_name(weights.plain_name(name), experts): parameter.detach()
+        weights.plain_name(name): parameter.detach()
         for name, parameter in model.named_parameters()
         if ".lora_" in name or any(name.startswith(f"{module}.") for module in saved)
     }
+    for module, regions in _rearranged(model, linears, [*experts, *saved], "save_adapter").items():
+        for name in (f"{module}.lora_B.weight", f"{module}.lora_magnitude_vector.weight"):
+            if name in parameters:
+                rows = files.whole(parameters[name])
+                parameters[name] = torch.cat([region.to_disk(rows[region.index]) for region in regions])
+    parameters = {PREFIX + _file_name(name, experts): parameter for name, parameter in parameters.items()}
     return files.write(folder, parameters, WEIGHTS, {CONFIG: json_bytes(_config(model, linears))})
 
 
@@ -237,6 +245,10 @@ def load_adapter(
             f"{folder}: of modules_to_save {list(names)}, {', '.join(differ[:3])} differ from this {_kind(model)} in "
             f"name or shape.\n  Likely: {likely}."
         )
+    for name, regions in _rearranged(model, parts, [*stacked, *saved], "load_adapter").items():
+        for key in parts[name].keys() - {"A"}:
+            rows = parts[name][key]
+            parts[name][key] = torch.cat([region.from_disk(rows[region.index]) for region in regions])
     _freeze(model, saved, names)
     for name, part in parts.items():
         r, alpha = sizes[name]
@@ -286,6 +298,37 @@ def _by_module(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, d
         else:
             others[name.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")] = tensor
     return parts, others
+
+
+def _rearranged(
+    model: Any, adapted: Container[str], others: Sequence[str], where: str
+) -> dict[str, list[weights.Region]]:
+    """{name: regions of its weight} of the linear modules in `adapted` whose rows are in another order on disk.
+
+    That is the order of PEFT's files, so B and the magnitudes are rearranged as they are written and read.
+    others: names of stacked weights with an adapter, and of modules that are saved whole.
+    Raises InputError for a weight that is rearranged on disk in a way that is not computed here for adapters.
+    """
+    table = getattr(model, "DISK_NAMES", {})
+    if not any(isinstance(row, weights.Rearranged) for row in table.values()):
+        return {}
+    shapes = type(model)._on_meta(
+        copy.copy(model.config), model.dtype, "none"
+    )  # those here may be quantised or sharded
+    orders: dict[str, list[weights.Region]] = {}
+    for region in weights.regions(shapes, table):
+        module = region.param.removesuffix(".weight")
+        if not region.is_rearranged:
+            continue
+        is_other = any(f"{region.param}.".startswith(f"{other}.") for other in others)
+        if is_other or (module in adapted and (region.transposed or region.dim != 0)):
+            raise InputError(
+                f"{where}: {region.param} has another layout on disk, {region.source}, which files of adapters cannot "
+                "have: leave it out of targets, target_parameters and modules_to_save"
+            )
+        if module in adapted:
+            orders.setdefault(module, []).append(region)
+    return orders
 
 
 # ---- Which modules ----

@@ -24,10 +24,13 @@ from ligermodels.checkpoint.weights import (
     regions,
     to_halves,
 )
+from ligermodels.conversion.layouts import FolderSource
+from ligermodels.conversion.merging import MergedSource
+from ligermodels.conversion.source import View
 from ligermodels.kernels.linear.nf4 import quantize_nf4
 from ligermodels.layers.base import Layer
 from ligermodels.parallel.checkpoints import Checkpoints
-from ligermodels.training import load_mtp
+from ligermodels.training import add_lora, load_adapter, load_mtp, merge_lora, save_adapter
 from tests.checkpoint.fixtures import CONFIG, WEIGHTS
 from tests.conversion.layouts import EXTRA, SIZES, same, stored
 from tests.parallel.ranks import on_ranks
@@ -274,6 +277,59 @@ def test_rearranged_weights_are_quantised_but_not_saved(folder, tmp_path):
     experts = load(folder / "Stacked", Stacked, quantization_config="int8").model.layers[0].mlp.experts
     wanted = make(Stacked).model.layers[0].mlp.experts.gate_up_proj
     assert torch.allclose(experts.gate_up_proj.operand.dequantize().view_as(wanted), wanted, atol=0.01)
+
+
+@pytest.mark.parametrize("arch, targets, options", [
+    (Turned, ("q_proj", "k_proj", "v_proj"), {}), (Turned, ("q_proj",), {"dora": True}), (Packed, ("qkv_proj",), {}),
+])  # fmt: skip
+def test_adapters_are_saved_in_the_order_of_the_rows_on_disk(folder, tmp_path, monkeypatch, arch, targets, options):
+    """So PEFT and a merge of files read them; `load_adapter` takes them back."""
+    model = add_lora(load(folder / arch.__name__, arch), r=2, targets=targets, **options)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "magnitude" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5, generator=torch.Generator().manual_seed(0))
+    save_adapter(model, tmp_path / "adapter")
+    again = load_adapter(load(folder / arch.__name__, arch), tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(model))
+    file = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for target in targets:
+        key = f"base_model.model.{LAYER}self_attn.{target}.lora_"
+        adapter = model.model.layers[0].self_attn.get_submodule(target)
+        order = {
+            "q_proj": lambda b: b.unflatten(0, (-1, 8))[:, [0, 2, 1, 3, 4, 5, 6, 7]].flatten(0, 1),
+            "qkv_proj": lambda b: torch.cat([b[:16], b[32:40], b[48:56], b[16:32], b[40:48], b[56:]]),
+            "v_proj": lambda b: b,
+        }.get(target)
+        assert torch.equal(file[f"{key}A.weight"], adapter.lora_A.weight)
+        if order is not None:
+            assert torch.equal(file[f"{key}B.weight"], order(adapter.lora_B.weight))
+            if options:
+                assert torch.equal(file[f"{key}magnitude_vector"], order(adapter.lora_magnitude_vector.weight))
+    if not options:
+        monkeypatch.setitem(ligermodels.arch.ARCHS, arch.config_class.model_type, arch)
+        merged = MergedSource(View(FolderSource(folder / arch.__name__)), tmp_path / "adapter")
+        saved = stored(merge_lora(model).save_pretrained(tmp_path / "merged"))
+        assert same(saved, {name: merged.read(name) for name in merged.headers})
+        small = load_adapter(load(folder / arch.__name__, arch, quantization_config="nf4"), tmp_path / "adapter")
+        assert same(load_file(save_adapter(small, tmp_path / "small") / "adapter_model.safetensors"), file)
+
+
+@pytest.mark.parametrize("arch, options, name", [
+    (Turned, {"targets": ["down_proj"]}, "mlp.down_proj.weight"),
+    (Turned, {"targets": ["q_proj"], "modules_to_save": ["k_proj"]}, "self_attn.k_proj.weight"),
+    (Stacked, {"targets": [], "target_parameters": ["experts.down_proj"]}, "mlp.experts.down_proj"),
+])  # fmt: skip
+def test_adapters_of_other_layouts_are_refused_by_name(folder, tmp_path, monkeypatch, arch, options, name):
+    base = load(folder / arch.__name__, arch)
+    with pytest.raises(InputError, match=rf"add_lora: {LAYER}{name} has another layout on disk"):
+        add_lora(base, r=2, **options)
+    plain = add_lora(make(arch.__base__), r=2, **options)
+    with pytest.raises(InputError, match=rf"load_adapter: {LAYER}{name} has another layout on disk"):
+        load_adapter(base, save_adapter(plain, tmp_path / "adapter"))
+    if options == {"targets": ["down_proj"]}:
+        monkeypatch.setitem(ligermodels.arch.ARCHS, arch.config_class.model_type, arch)
+        with pytest.raises(CheckpointError, match=r"mlp\.down_proj is transposed on disk"):
+            MergedSource(View(FolderSource(folder / arch.__name__)), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
