@@ -32,7 +32,7 @@ MAY_IMPORT = {
         "errors",
     },
     "conversion": {"arch", "checkpoint", "text", "errors"},
-    "integrations": {"arch", "layers", "kernels", "errors"},
+    "integrations": {"arch", "layers", "kernels", "checkpoint", "errors"},
     "recipes": {
         "arch",
         "conversion",

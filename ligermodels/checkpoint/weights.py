@@ -222,8 +222,9 @@ def _order(row: Rearranged, name: str, shape: tuple[int, ...], config: Any) -> T
 def check(model: nn.Module, names: Names, headers: Mapping[str, TensorInfo], where: str = "the checkpoint") -> None:
     """Compares names, shapes and dtypes of the model, which may be on meta, with the headers of a checkpoint.
 
-    Raises CheckpointError with the names that do not fit and a likely cause.
+    Raises CheckpointError with the names that do not fit and a likely cause, and the error of `check_buffers`.
     """
+    check_buffers(model)
     rows = row_parts(model)
     wholes = {name: _shape(param, rows.get(plain_name(name))) for name, param in named_weights(model)}
     expected = {box.source: box.shape(wholes[box.param]) for box in regions(model, names.table)}
@@ -248,6 +249,16 @@ def check(model: nn.Module, names: Names, headers: Mapping[str, TensorInfo], whe
 def _some(names: list[str]) -> str:
     """The first three names."""
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Raises InputError for a persistent buffer of integers, which a cast to the dtype of the weights would change."""
+    for name, weight in named_weights(model):
+        if not isinstance(weight, nn.Parameter) and weight.dtype not in FLOATS:
+            raise InputError(
+                f"{name} is a buffer of {weight.dtype}, and a checkpoint holds floats alone: make it a float, or "
+                "register it with persistent=False and compute it in _apply"
+            )
 
 
 def check_tied(model: nn.Module, names: Names, reader: Reader) -> None:
@@ -364,10 +375,12 @@ def allocate(
 
     adopted: {weight: a tensor whose memory it gets}. leave: weights that stay on meta. A DTensor gets memory for its
     local part. torch's to_empty would import sympy, which takes a while.
-    Raises InputError for a module whose buffers no checkpoint holds, unless an `_apply` of its own computes them.
+    Raises InputError for a module whose buffers no checkpoint holds, unless an `_apply` of its own computes them, and
+    the error of `check_buffers`.
     """
     from ligermodels.layers.base import Layer  # takes half a second, and is loaded where there is a model
 
+    check_buffers(model)
     memory: dict[int, Tensor] = {}
     for name, module in model.named_modules():
         lost = [key for key in module._non_persistent_buffers_set if module._buffers[key] is not None]

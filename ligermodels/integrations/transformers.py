@@ -38,6 +38,7 @@ from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.output import GenerationConfig
 from ligermodels.arch.trainers import TrainerInterface
+from ligermodels.checkpoint.weights import named_weights
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import LMHead
 from ligermodels.layers.linear import JointProjections
@@ -319,7 +320,7 @@ class AutoModelForSequenceClassification(_BaseAutoModelClass):
 
 
 def from_transformers(model: PreTrainedModel) -> CausalLM:
-    """Our model over the Parameters of a model of transformers: training one trains the other.
+    """Our model over the Parameters and persistent buffers of a model of transformers: training one trains the other.
 
     The weights of q, k, v and of gate, up of a layer move into one storage, so that those of one layer exist twice for
     a moment; their Parameters stay, and with them the state of an optimizer. Nothing else is copied. Linear modules
@@ -332,22 +333,23 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     class, or whose parameters are not those of its config; ConfigError for a config with unsupported values.
     """
     arch = _arch_of(model)
-    theirs: dict[str, Any] = dict(model.named_parameters())
+    theirs: dict[str, Any] = dict(named_weights(model))
     native: Any = arch._on_meta(_config_of(model.config), model.dtype, "none")
     modules = dict(model.named_modules())
     for path, linear in [*native.named_modules()]:
         if type(linear) is nn.Linear and type(modules.get(path, linear)) is not nn.Linear:
             native.set_submodule(path, modules[path])
-    ours = dict(native.named_parameters())
+    ours = dict(named_weights(native))
     different = [f"{path} is not in {type(native).__name__}" for path in theirs if path not in ours]
     different += [f"{path} is missing" for path in ours if path not in theirs]
     if not different:
         different = [f"{path} has another shape" for path in ours if ours[path].shape != theirs[path].shape]
     if different:
         raise InputError(f"the model's parameters are not those of its config: {_some(different)}")
-    for path, parameter in theirs.items():
+    for path, weight in theirs.items():
         parent, _, leaf = path.rpartition(".")
-        native.get_submodule(parent)._parameters[leaf] = parameter
+        module = native.get_submodule(parent)
+        (module._parameters if leaf in module._parameters else module._buffers)[leaf] = weight
     _join_weights(native)
     settings = json.loads(model.generation_config.to_json_string(ignore_metadata=True))
     native.generation_config = GenerationConfig.of_file(settings)

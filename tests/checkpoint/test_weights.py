@@ -390,6 +390,18 @@ def test_a_buffer_that_nothing_draws_or_fills_is_refused():
         make(Temporary)
 
 
+def test_a_buffer_of_integers_is_refused(folder):
+    class Counted(Scaled):
+        class block_class(ScaledBlock):
+            def __init__(self, config, layer):
+                super().__init__(config, layer)
+                self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    for build in (lambda: make(Counted), lambda: load(folder / "Scaled", Counted)):
+        with pytest.raises(InputError, match=r"layers\.0\.steps is a buffer of torch\.int64, and .*persistent=False"):
+            build()
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_buffers_of_a_quantised_model(folder, tmp_path, kind):
     source = folder / "Scaled"

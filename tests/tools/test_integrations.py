@@ -12,12 +12,14 @@ import transformers
 
 import ligermodels
 from ligermodels.arch.decoder import Decoder
+from ligermodels.checkpoint.weights import named_weights
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import graphs
 from ligermodels.integrations import transformers as bridge
 from ligermodels.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ligermodels.layers import moe
 from tests.arch import llama_vision, qwen2_vl, qwen3_vl
+from tests.checkpoint.test_weights import Scaled
 from tests.tiny import ExactRouter
 from tests.tools.models import OWN, SIZES, write_checkpoint
 
@@ -136,6 +138,23 @@ def test_the_settings_of_their_model_are_taken_over(folders):
     assert ours.dtype == torch.bfloat16 and ours.training and ours.is_gradient_checkpointing
     assert not ours.model.embed_tokens.weight.requires_grad and ours.model.norm.weight.requires_grad
     assert ours.generation_config["temperature"] == 0.3 and ours.name_or_path == str(folders["llama"])
+
+
+def test_persistent_buffers_are_shared_as_parameters_are(folders, monkeypatch):
+    monkeypatch.setitem(bridge._CAUSAL, "LlamaForCausalLM", Scaled)
+    model = theirs(folders["llama"])
+    with pytest.raises(InputError, match=r"layers\.0\.layer_scalar is missing"):
+        ligermodels.from_transformers(model)
+    for layer in model.model.layers:
+        layer.register_buffer("layer_scalar", torch.tensor(0.5))
+        layer.scale = torch.nn.Module()
+        layer.scale.register_buffer("channels", torch.randn(model.config.hidden_size))
+    ours = ligermodels.from_transformers(model)
+    weights, shared = dict(named_weights(ours)), dict(named_weights(model))
+    assert weights.keys() == shared.keys() and all(weights[name] is shared[name] for name in weights)
+    before = ours(ids()).logits
+    model.model.layers[0].layer_scalar.zero_()
+    assert not torch.equal(ours(ids()).logits, before)
 
 
 def test_models_that_share_their_parameters_keep_their_size(folders):
