@@ -105,6 +105,7 @@ def test_over_another_tokenizer(folder_of, byte_level_folder, tmp_path):
     templates(other)
     other.save_pretrained(tmp_path)
     folders.write(tmp_path, "added_tokens.json", {"x": 1})
+    folders.write(tmp_path, "vocab.txt", "[PAD]")
     folders.write(tmp_path, "notes.txt", "mine")
     ours = Tokenizer.from_folder(byte_level_folder)
     ours.save_pretrained(tmp_path)
