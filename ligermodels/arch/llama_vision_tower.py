@@ -3,7 +3,7 @@
 - A class token and the patches of up to 4 tiles are one sequence, with gated embeddings of the positions and, by
   aspect ratio, of the tiles. LayerNorm, exact gelu, no biases in attention; 32 blocks, then 8 gated ones.
 - Absent tiles, and the padding of each tile to a multiple of 8 states, are not masked out: they attend to all other
-  states and are attended to, but not among themselves.
+  states and are attended to, but not among themselves (`TowerAttention`).
 - The states of `intermediate_layers_indices` are appended to the last ones, interleaved: feature c of state j is at
   c * n + j.
 
@@ -24,8 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.arch.config import KNOWN_WITHOUT_EFFECT, VisionConfig
-from ligermodels.layers import MLP, Attention, Batch, Embedding, LayerNorm
+from ligermodels.kernels.attention.attention import attention
+from ligermodels.layers import MLP, Attention, Embedding, LayerNorm
 from ligermodels.layers.base import Draw, Layer, normal, zeros
+from ligermodels.layers.linear import apply_linear
 from ligermodels.layers.multimodal import PatchEmbedding
 from ligermodels.training.recompute import Checkpointing
 
@@ -137,6 +139,27 @@ class PositionEmbedding(Layer):
         return x + gate * self.tile_embedding(aspect_ratio_ids).view_as(x)
 
 
+class TowerAttention(Attention):
+    """Attention of all states to all, but not of padding to padding.
+
+    The heads of q and k get one more dim, -1024 and 1024 at padding and 0 elsewhere. Its product is added to the scores
+    of two states of padding alone, whose weights it makes 0, so that engines without masks compute the rest as it is.
+    They take dims in multiples of 8.
+    """
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:  # type: ignore[override]
+        """x [N, S, hidden_size], padding bool [N, S] -> [N, S, hidden_size]."""
+        q, k, v, _ = self._qkv(x, None)
+        mark = F.pad(padding[:, :, None, None].to(q.dtype) * 1024, (0, 7)).expand(-1, -1, self.num_heads, -1)
+        q, k, v = torch.cat([q, -mark], dim=-1), torch.cat([k, mark], dim=-1), F.pad(v, (0, 8))
+        out = attention(q, k, v, causal=False, scale=self.head_dim**-0.5)[..., : self.head_dim]
+        return apply_linear(self.output_module, out.flatten(2))
+
+    def saved_per_token(self, policy: str) -> int:
+        """Also the further dims of q, k, v and the output, and the output without them."""
+        return super().saved_per_token(policy) + self.num_heads * (4 * 8 + self.head_dim)
+
+
 class VisionBlock(Layer):
     """Attention and MLP, each on the normed residual stream."""
 
@@ -146,14 +169,14 @@ class VisionBlock(Layer):
         super().__init__()
         size, heads, eps = config.hidden_size, config.attention_heads, config.norm_eps
         shape: Any = dict(num_heads=heads, num_kv_heads=heads, head_dim=size // heads)
-        self.self_attn = Attention(size, **shape, causal=False, rope=None)
+        self.self_attn = TowerAttention(size, **shape, causal=False, rope=None)
         self.mlp = MLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
         self.input_layernorm = LayerNorm(size, eps=eps)
         self.post_attention_layernorm = LayerNorm(size, eps=eps)
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, padding: Tensor) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, batch)
+        x = self.self_attn(x, padding)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
@@ -173,9 +196,9 @@ class GlobalBlock(VisionBlock):
         draw(self.gate_attn, normal(self.std))
         draw(self.gate_ffn, normal(self.std))
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, padding: Tensor) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, batch) * self.gate_attn.tanh()
+        x = self.self_attn(x, padding) * self.gate_attn.tanh()
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x) * self.gate_ffn.tanh(), residual
 
@@ -221,15 +244,15 @@ class VisionTower(Layer):
         x = self.layernorm_pre(self.gated_positional_embedding(x, aspect_ratio_ids))
         length = x.shape[2]
         x = F.pad(x, (0, 0, 0, -length % 8))
-        batch = Batch(padding=tower_padding(aspect_ratio_mask, length, x.shape[2]))
-        shape = x.shape
-        x, states = self._run(self.transformer.layers, x.flatten(1, 2), batch, self.config.intermediate_layers_indices)
+        padding = tower_padding(aspect_ratio_mask, length, x.shape[2])
+        shape, picked = x.shape, self.config.intermediate_layers_indices
+        x, states = self._run(self.transformer.layers, x.flatten(1, 2), padding, picked)
         x = self.post_tile_positional_embedding(self.layernorm_post(x).view(shape), aspect_ratio_ids)
-        x, _ = self._run(self.global_transformer.layers, x.flatten(1, 2), batch, [])
+        x, _ = self._run(self.global_transformer.layers, x.flatten(1, 2), padding, [])
         features = torch.stack(states, dim=-1).flatten(2) if states else x[..., :0]
         return torch.cat([x, features], dim=-1).view(*shape[:3], -1)[:, :, :length]
 
-    def _run(self, blocks: nn.ModuleList, x: Tensor, batch: Batch, picked: list[int]) -> tuple[Tensor, list[Tensor]]:
+    def _run(self, blocks: nn.ModuleList, x: Tensor, padding: Tensor, picked: list[int]) -> tuple[Tensor, list[Tensor]]:
         """The last state, and those before or after the `picked` blocks, in their order."""
         first, residual, states = int(self.config.intermediate_states == "after"), None, {}
         run = self.checkpointing.start(x, len(blocks))
@@ -237,7 +260,7 @@ class VisionTower(Layer):
             if i - first in picked:
                 x, residual = x if residual is None else x + residual, None
                 states[i - first] = x
-            x, residual = run(i, block, x, residual, batch)
+            x, residual = run(i, block, x, residual, padding)
         x = x if residual is None else x + residual
         return x, [states.get(i, x) for i in picked]
 

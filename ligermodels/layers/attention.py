@@ -36,8 +36,8 @@ class Attention(JointProjections):
 
     num_kv_heads: num_heads / num_kv_heads query heads share one key head. window: the number of tokens that a query
     sees, counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale: multiplies the
-    scores, default head_dim ** -0.5. causal=False: a token sees its whole row, or its packed sequence, except for the
-    tokens that `batch.padding` hides; there is no cache. rope: the name in `batch.rotary` of the tables that rotate
+    scores, default head_dim ** -0.5. causal=False: a token sees its whole row, or its packed sequence; there is no
+    cache. rope: the name in `batch.rotary` of the tables that rotate
     q and k, which say how many dims of a head do; None: nothing rotates. qk_norm: keyword arguments of the RMSNorms
     q_norm and k_norm of each head of q and k, before it rotates; None: no norm. output_gate: q_proj has 2 * head_dim
     rows a head, a query and a gate; the head's output is multiplied by sigmoid(gate) before o_proj. projections: the
@@ -115,7 +115,6 @@ class Attention(JointProjections):
             key_mask=key_mask,
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
-            padding=batch.padding,
             head_chunks=output is not None and context is None and gate is None,
         )
         if context is not None:
@@ -200,11 +199,6 @@ class Attention(JointProjections):
             raise InputError(
                 f"attention: batch.rotary has no tables {self.rope!r}, by which this layer rotates; pass them, as in "
                 f"Batch(rotary={{{self.rope!r}: RotaryEmbedding(...)(positions)}}), or build it with rope=None"
-            )
-        if batch.padding is not None and self.causal:
-            raise InputError(
-                "attention: batch.padding is for attention of all to all, and this layer is causal; build it with "
-                "causal=False, or mask the keys with batch.key_mask"
             )
         if cache is None:
             return

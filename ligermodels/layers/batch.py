@@ -49,8 +49,6 @@ class Batch(MovableInputs):
     cu_seqlens: int32 [N + 1], the boundaries of N sequences packed into one row, on the tokens' device, or on the CPU,
         which is faster if they have few different lengths; None if not packed.
     max_seqlen: the length of the longest packed sequence; None if not known.
-    padding: bool [B, S], True at tokens that do not see each other, but see all others and are seen by them; for
-        attention that is not causal.
     images: what the blocks of a family read of images, by name; empty without images, here and in the cache.
     next_token: of a step of decoding that may be captured in a CUDA graph.
     past: the number of tokens in the cache.
@@ -69,7 +67,6 @@ class Batch(MovableInputs):
         token_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        padding: Tensor | None = None,
         images: Mapping[str, Any] | None = None,
         next_token: NextToken | None = None,
         past: int = 0,
@@ -80,7 +77,6 @@ class Batch(MovableInputs):
         self.token_mask = token_mask
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
-        self.padding = padding
         self.images = dict(images or {})
         self.next_token = next_token
         self.past = past

@@ -124,9 +124,6 @@ def cross(states):
 
 
 REFUSED = {
-    "padding is for attention of all to all": lambda x, cache: make_attention(rope=None)(
-        x, L.Batch(padding=x[..., 0] > 0)
-    ),
     "not causal cannot be cached": lambda x, cache: make_attention(rope=None, causal=False)(x, L.Batch(), cache),
     "packed sequences cannot go into a KV cache": lambda x, cache: make_attention(rope=None)(
         x, L.Batch(cu_seqlens=torch.tensor([0, 9], dtype=torch.int32), max_seqlen=9), cache

@@ -1,9 +1,10 @@
-"""Flash attention in Triton: softcaps, windows, packed sequences, cached prompts and padding, forward and backward.
+"""Flash attention in Triton: softcaps, windows, packed sequences, cached prompts and masks of keys, forward and
+backward.
 
     o = softmax(mask(softcap(scale * q k^T))) v
 
 What differs from a plain flash attention:
-- Each token attends to one interval of tokens, lo <= j < hi, less what a mask of keys or padding hides. Causality,
+- Each token attends to one interval of tokens, lo <= j < hi, less what a mask of keys hides. Causality,
   windows and packed sequences only set lo and hi, both of which rise with the token. So the loop of a block runs from
   the lo of its first token to the hi of its last one, and compares a tile with lo and hi only where they cross it.
 - A mask costs nothing in tiles where it hides nothing: counts of hidden tokens, made once, say which tiles have any.
@@ -41,12 +42,11 @@ from ligermodels.kernels._triton import (
 from ligermodels.kernels.attention._flash_kernels import (
     LOG2E,
     add_row,
-    any_hidden,
-    apply_mask,
     capped,
-    count,
     head_parts,
+    hidden_counts,
     inner,
+    num_hidden,
     numbers,
     outer,
     queries_of,
@@ -57,7 +57,6 @@ from ligermodels.kernels.attention._flash_kernels import (
     tile,
     tile_sizes,
     times,
-    token_counts,
     visible_keys,
     zeros,
 )
@@ -68,16 +67,16 @@ if HAS_TRITON:
 
 @triton.jit(do_not_specialize=["S", "K", "window", "splits"])
 def _forward_kernel(
-    o_ptr, lse_ptr, q_ptr, k_src, k_rest, v_src, v_rest, v_ptr, codes_ptr, counts_ptr, ends_ptr, S, K, window, splits,
+    o_ptr, lse_ptr, q_ptr, k_src, k_rest, v_src, v_rest, v_ptr, mask_ptr, counts_ptr, ends_ptr, S, K, window, splits,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    SCALE: tl.constexpr, CAP: tl.constexpr, RUNNING_MAX: tl.constexpr, CAUSAL: tl.constexpr, PAIRS: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, RUNNING_MAX: tl.constexpr, CAUSAL: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of one head; with `splits`, over one of so many parts of the keys.
 
-    codes_ptr and counts_ptr, ends_ptr, window, splits: None without a mask, packing, a window, a split.
+    mask_ptr and counts_ptr, ends_ptr, window, splits: None without a mask, packing, a window, a split.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
@@ -92,10 +91,8 @@ def _forward_kernel(
     head = kv_head * GROUP + pid % GROUP
     rows = m + tl.arange(0, BLOCK_M)
     if counts_ptr is not None:
-        counts_ptr += b.to(tl.int64) * (2 * K + 4)
-    lo, hi, begin, end, full_begin, full_end, codes, pads = query_block(
-        m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL, PAIRS
-    )
+        counts_ptr += b.to(tl.int64) * (K + 3)
+    lo, hi, begin, end, full_begin, full_end = query_block(m, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL)
     if splits is not None:
         part = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
         begin += out_b % splits * part
@@ -111,8 +108,8 @@ def _forward_kernel(
         s = inner(q, k, REST, PRECISION, ACC)
         if CAP is not None:
             s, _ = capped(s, SCALE, CAP, dtype)
-        if (n < full_begin) | (n + BLOCK_N > full_end) | any_hidden(counts_ptr, n, n + BLOCK_N, K, pads, PAIRS):
-            visible = visible_keys(n, b, lo, hi, codes, codes_ptr, K, BLOCK_N, PAIRS)
+        if (n < full_begin) | (n + BLOCK_N > full_end) | (num_hidden(counts_ptr, n, n + BLOCK_N, K) > 0):
+            visible = visible_keys(n, b, lo, hi, mask_ptr, K, BLOCK_N)
             s = tl.where(visible, s, float("-inf"))
         if RUNNING_MAX:
             # Subtract the maximum, then multiply. The other order is one fused instruction, which rounds differently
@@ -132,14 +129,14 @@ def _forward_kernel(
         v = tile(v_src, v_rest, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, MAIN, REST, TMA)
         acc = outer(p.to(dtype), v, acc, REST, PRECISION, ACC)
     empty = total == 0.0
-    if codes_ptr is not None or splits is not None:
+    if mask_ptr is not None or splits is not None:
         total = tl.where(empty, 1.0, total)
     lse = tl.log2(total.to(lse_ptr.dtype.element_ty))
     if RUNNING_MAX:
         lse += highest.to(lse.dtype) * FACTOR
     else:
         total = tl.where(empty, 1.0, rounded)
-    if codes_ptr is not None:
+    if mask_ptr is not None:
         # A row without a visible key attends to itself; an infinite lse marks it for the backward.
         self_key = tl.minimum(tl.maximum(rows + K - S, 0), K - 1).to(tl.int64)[:, None]
         at = v_ptr + b.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h + self_key * v_s
@@ -186,9 +183,9 @@ def _weights(s, lse, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr
 @triton.jit(do_not_specialize=["S", "K", "window"])
 def _dq_kernel(
     dq_ptr, delta_ptr, q_ptr, k_src, k_rest, v_src, v_rest, o_ptr, do_ptr, lse_ptr,
-    codes_ptr, counts_ptr, ends_ptr, S, K, window,
+    mask_ptr, counts_ptr, ends_ptr, S, K, window,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h,
-    SCALE: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr, PAIRS: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -214,10 +211,8 @@ def _dq_kernel(
     tl.store(delta_ptr + at, delta, mask=rows < S)
     if dq_ptr is not None:
         if counts_ptr is not None:
-            counts_ptr += b.to(tl.int64) * (2 * K + 4)
-        lo, hi, begin, end, full_begin, full_end, codes, pads = query_block(
-            m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL, PAIRS
-        )
+            counts_ptr += b.to(tl.int64) * (K + 3)
+        lo, hi, begin, end, full_begin, full_end = query_block(m, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL)
         lse = tl.load(lse_ptr + at, mask=rows < S, other=0.0)
         q = tile(q_ptr, q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, MAIN, REST, False)
         dq = zeros(BLOCK_M, MAIN, REST, ACC)
@@ -227,8 +222,8 @@ def _dq_kernel(
             s = inner(q, k, REST, PRECISION, ACC)
             dp = inner(do, v, REST, PRECISION, ACC)
             p, slope = _weights(s, lse[:, None], SCALE, CAP, dtype)
-            if (n < full_begin) | (n + BLOCK_N > full_end) | any_hidden(counts_ptr, n, n + BLOCK_N, K, pads, PAIRS):
-                visible = visible_keys(n, b, lo, hi, codes, codes_ptr, K, BLOCK_N, PAIRS)
+            if (n < full_begin) | (n + BLOCK_N > full_end) | (num_hidden(counts_ptr, n, n + BLOCK_N, K) > 0):
+                visible = visible_keys(n, b, lo, hi, mask_ptr, K, BLOCK_N)
                 p = tl.where(visible, p, 0.0)
             ds = p * (dp - delta[:, None]).to(ACC)
             if CAP is not None:
@@ -240,9 +235,9 @@ def _dq_kernel(
 @triton.jit(do_not_specialize=["S", "K", "window"])
 def _dkdv_kernel(
     dk_ptr, dv_ptr, q_src, q_rest, k_ptr, v_ptr, do_src, do_rest, lse_src, delta_src,
-    codes_ptr, counts_ptr, ends_ptr, S, K, window,
+    mask_ptr, counts_ptr, ends_ptr, S, K, window,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h,
-    SCALE: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr, PAIRS: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -266,13 +261,9 @@ def _dkdv_kernel(
     k = tile(k_ptr, k_ptr, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, False)
     v = tile(v_ptr, v_ptr, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, MAIN, REST, False)
     hidden = 0
-    pads = 0
-    if codes_ptr is not None:
-        seen = tl.load(codes_ptr + b.to(tl.int64) * K + keys, mask=keys < K, other=0)
-        counts_ptr += b.to(tl.int64) * (2 * K + 4)
-        hidden = count(counts_ptr, n, n + BLOCK_N, K, False)
-        if PAIRS:
-            pads = count(counts_ptr, n, n + BLOCK_N, K, True)
+    if mask_ptr is not None:
+        seen = tl.load(mask_ptr + b.to(tl.int64) * K + keys, mask=keys < K, other=0) != 0
+        hidden = num_hidden(counts_ptr + b.to(tl.int64) * (K + 3), n, n + BLOCK_N, K)
         if hidden == tl.minimum(BLOCK_N, K - n):  # visible only to queries that see nothing else
             end = tl.minimum(end, n + BLOCK_N + S - K)
             if n > 0:
@@ -290,20 +281,14 @@ def _dkdv_kernel(
         lse = numbers(lse_src, b, head, m, S, HQ, BLOCK_M, TMA)
         s = inner(k, q, REST, PRECISION, ACC)
         p, slope = _weights(s, lse[None, :], SCALE, CAP, dtype)
-        some = hidden > 0
-        if PAIRS:
-            some = some | ((pads > 0) & (count(counts_ptr, m, m + BLOCK_M, S, True) > 0))
-        if (m < full_begin) | (m + BLOCK_M > full_end) | some:
+        if (m < full_begin) | (m + BLOCK_M > full_end) | (hidden > 0):
             visible = (rows[None, :] >= lo[:, None]) & (rows[None, :] < hi[:, None])
-            if codes_ptr is not None:
-                codes = rows
-                if PAIRS:
-                    codes = tl.load(codes_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
-                visible = apply_mask(visible, seen[:, None], codes[None, :], PAIRS)
+            if mask_ptr is not None:
+                visible = visible & seen[:, None]
             p = tl.where(visible, p, 0.0)
         if dv_ptr is not None:
             weights = p
-            if codes_ptr is not None:  # rows without a visible key: weight 1 for their own, whatever the scores  # noqa: SIM102
+            if mask_ptr is not None:  # rows without a visible key: weight 1 for their own, whatever the scores  # noqa: SIM102
                 if (m + K - S < n + BLOCK_N) & (tl.maximum(m + BLOCK_M + K - S, 1) > n):
                     self_key = tl.maximum(rows + K - S, 0)
                     weights = tl.where((keys[:, None] == self_key[None, :]) & (lse == float("inf"))[None, :], 1.0, p)
@@ -368,9 +353,8 @@ def _statistics(q: Tensor, batch_size: int) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, counts: Tensor | None, ends: Tensor | None,
-    causal: bool, window: int | None, softcap: float | None, scale: float, pairs: bool = False,
-    splits: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, counts: Tensor | None, ends: Tensor | None,
+    causal: bool, window: int | None, softcap: float | None, scale: float, splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, lse); with splits those of each part of the keys, [B * splits, ...], with o in fp32."""
     batch_size, length = q.shape[:2]
@@ -388,8 +372,8 @@ def _forward(
     launch(
         _forward_kernel, (rows * num_heads * cdiv(length, block_m),),
         out, lse, q, *_streamed(block_n, widths, tma, k, v), v,
-        codes, counts, ends, length, k.shape[1], window, splits, *_strides(q, k, v),
-        scale, softcap, running_max, causal, pairs,
+        mask, counts, ends, length, k.shape[1], window, splits, *_strides(q, k, v),
+        scale, softcap, running_max, causal,
         num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -400,19 +384,19 @@ class _Flash(torch.autograd.Function):
     """q [B, S, HQ, D], k and v [B, K, HK, D] -> [B, S, HQ, D]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, codes, ends, causal, window, softcap, scale, pairs):
+    def forward(ctx, q, k, v, mask, ends, causal, window, softcap, scale):
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-        counts = None if codes is None else token_counts(codes)
-        out, lse = _forward(q, k, v, codes, counts, ends, causal, window, softcap, scale, pairs)
-        ctx.save_for_backward(q, k, v, out, lse, codes, counts, ends)
-        ctx.options = causal, window, softcap, scale, pairs
+        counts = None if mask is None else hidden_counts(mask)
+        out, lse = _forward(q, k, v, mask, counts, ends, causal, window, softcap, scale)
+        ctx.save_for_backward(q, k, v, out, lse, mask, counts, ends)
+        ctx.options = causal, window, softcap, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        q, k, v, out, lse, codes, counts, ends = ctx.saved_tensors
-        causal, window, softcap, scale, pairs = ctx.options
+        q, k, v, out, lse, mask, counts, ends = ctx.saved_tensors
+        causal, window, softcap, scale = ctx.options
         need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
         do = last_dim_contiguous(do)
         (batch_size, length), num_keys = q.shape[:2], k.shape[1]
@@ -422,7 +406,7 @@ class _Flash(torch.autograd.Function):
             for x, need in ((q, need_dq), (k, need_dk), (v, need_dv))
         )
         delta = _statistics(q, batch_size)
-        masks = codes, counts, ends, length, num_keys, window, *_strides(q, k, v, do), scale, softcap, causal, pairs
+        masks = mask, counts, ends, length, num_keys, window, *_strides(q, k, v, do), scale, softcap, causal
         widths, short = head_parts(size), window is not None or ends is not None
         tma = _tma_takes(q, k.shape[1], k, v)
         block_m, block_n, warps, stages = tile_sizes("dq", size, q.element_size(), short, tma)
@@ -448,7 +432,7 @@ class _Flash(torch.autograd.Function):
                 *masks, num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
                 num_warps=warps, num_stages=stages,
             )  # fmt: skip
-        return dq, dk, dv, None, None, None, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None, None
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, scale: float) -> Tensor:
@@ -468,15 +452,13 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, scale: fl
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, softcap: float | None, scale: float,
-    key_mask: Tensor | None, cu_seqlens: Tensor | None, padding: Tensor | None = None,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`attention` of attention.py, which documents and checks the arguments; D <= 256."""
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if q.shape[1] == 1 and key_mask is None and padding is None and not trained:
+    if q.shape[1] == 1 and key_mask is None and not trained:
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         return _one_query(q, k, v, softcap, scale)
     ends = None if cu_seqlens is None else sequence_ends(cu_seqlens, q.shape[1])
-    codes = None if key_mask is None else key_mask.to(torch.uint8).contiguous()  # bit 0: the key is seen
-    if padding is not None:  # bit 1: padding, which padding does not see
-        codes = padding.to(torch.uint8) * 2 + (1 if codes is None else codes)
-    return _Flash.apply(q, k, v, codes, ends, causal, window, softcap, scale, padding is not None)
+    mask = None if key_mask is None else key_mask.to(torch.uint8).contiguous()
+    return _Flash.apply(q, k, v, mask, ends, causal, window, softcap, scale)

@@ -1,7 +1,6 @@
 """Shared by the flash attention kernels: tile sizes, masks, tiles of heads, the softcap.
 
-Masks: a token attends to an interval of tokens, except hidden keys, and except padding if it is padding itself. Bits of
-a token's code: 0, its key is visible; 1, it is padding.
+Masks: a token attends to an interval of tokens, except those that a mask of keys, uint8 [B, K], hides.
 
 Tiles: a head's dims are a pair of tiles, [ROWS, MAIN] and [ROWS, REST], because tensor cores take powers of two: a head
 of 80 dims is 64 and 16. With REST == 0 the second tile is a placeholder that nothing reads.
@@ -111,65 +110,41 @@ def _ends_kernel(ends_ptr, cu_ptr, T, N, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["K"])
-def _counts_kernel(counts_ptr, codes_ptr, K, BLOCK: tl.constexpr):
-    """Counts [B, 2 K + 4] of codes [B, K]: the first visible key, one past the last, and then K + 1 pairs: for every
-    token, and for the end, the number of hidden keys and the number of padding tokens before it."""
+def _counts_kernel(counts_ptr, mask_ptr, K, BLOCK: tl.constexpr):
+    """Counts [B, K + 3] of a mask [B, K]: the first visible key, one past the last, and for every key, and for the end,
+    the number of hidden keys before it."""
     b = tl.program_id(0).to(tl.int64)
-    counts_ptr += b * (2 * K + 4)
+    counts_ptr += b * (K + 3)
     first = K + 0
     last = first * 0
     hidden = first * 0
-    padding = first * 0
     for start in range(0, K, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
-        codes = tl.load(codes_ptr + b * K + tokens, mask=tokens < K, other=0).to(tl.int32)
-        seen = (codes & 1) != 0
+        seen = tl.load(mask_ptr + b * K + tokens, mask=tokens < K, other=0) != 0
         first = tl.minimum(first, tl.min(tl.where(seen, tokens, K), 0))
         last = tl.maximum(last, tl.max(tl.where(seen, tokens + 1, 0), 0))
-        unseen, pads = tl.where(seen, 0, 1), (codes >> 1) & 1
-        tl.store(counts_ptr + 2 + 2 * tokens, hidden + tl.cumsum(unseen, 0) - unseen, mask=tokens < K)
-        tl.store(counts_ptr + 3 + 2 * tokens, padding + tl.cumsum(pads, 0) - pads, mask=tokens < K)
+        unseen = tl.where(seen, 0, 1)
+        tl.store(counts_ptr + 2 + tokens, hidden + tl.cumsum(unseen, 0) - unseen, mask=tokens < K)
         hidden += tl.sum(tl.where(tokens < K, unseen, 0), 0)
-        padding += tl.sum(pads, 0)
     tl.store(counts_ptr, first)
     tl.store(counts_ptr + 1, last)
-    tl.store(counts_ptr + 2 + 2 * K, hidden)
-    tl.store(counts_ptr + 3 + 2 * K, padding)
+    tl.store(counts_ptr + 2 + K, hidden)
 
 
 @triton.jit
-def count(counts_ptr, start, end, limit, PADDING: tl.constexpr):
-    """Number of hidden keys, or of padding, among tokens start .. end of `limit`; counts of _counts_kernel."""
-    at = counts_ptr + (3 if PADDING else 2)
-    return tl.load(at + 2 * tl.minimum(end, limit)) - tl.load(at + 2 * tl.minimum(start, limit))
-
-
-@triton.jit
-def any_hidden(counts_ptr, start, end, K, pads, PAIRS: tl.constexpr):
-    """True if any of the keys start .. end is hidden from a query of a block with `pads` tokens of padding."""
-    if PAIRS:
-        some = (pads > 0) & (count(counts_ptr, start, end, K, True) > 0)
-        return some | (count(counts_ptr, start, end, K, False) > 0)
-    elif counts_ptr is not None:
-        return count(counts_ptr, start, end, K, False) > 0
+def num_hidden(counts_ptr, start, end, K):
+    """Number of hidden keys among start .. end of K; counts_ptr: of _counts_kernel, or None without a mask."""
+    if counts_ptr is None:
+        return 0
     else:
-        return False
+        return tl.load(counts_ptr + 2 + tl.minimum(end, K)) - tl.load(counts_ptr + 2 + tl.minimum(start, K))
 
 
-@triton.jit
-def apply_mask(visible, keys, queries, PAIRS: tl.constexpr):
-    """`visible` without hidden keys and, with PAIRS, without pairs of padding; keys, queries: codes."""
-    if PAIRS:
-        return visible & ((keys & 1) != 0) & ((keys & queries & 2) == 0)
-    else:
-        return visible & (keys != 0)
-
-
-def token_counts(codes: Tensor) -> Tensor:
-    """int32 [B, 2 K + 4], see _counts_kernel."""
-    rows, length = codes.shape
-    counts = torch.empty(rows, 2 * length + 4, dtype=torch.int32, device=codes.device)
-    launch(_counts_kernel, (rows,), counts, codes, length, 1024)
+def hidden_counts(mask: Tensor) -> Tensor:
+    """int32 [B, K + 3], see _counts_kernel."""
+    rows, num_keys = mask.shape
+    counts = torch.empty(rows, num_keys + 3, dtype=torch.int32, device=mask.device)
+    launch(_counts_kernel, (rows,), counts, mask, num_keys, 1024)
     return counts
 
 
@@ -182,36 +157,27 @@ def sequence_ends(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 @triton.jit
-def query_block(
-    m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
-    PAIRS: tl.constexpr,
-):  # fmt: skip
+def query_block(m, counts_ptr, ends_ptr, S, K, window, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr):
     """For queries m .. m + BLOCK_M: lo and hi of each; begin .. end, the keys that any of them may see, and
-    full_begin .. full_end, those that are in every interval; the queries' codes; and their number of padding tokens.
-    counts_ptr: of their row of the batch."""
+    full_begin .. full_end, those that are in every interval. counts_ptr: of their row of the batch."""
     rows = m + tl.arange(0, BLOCK_M)
     lo, hi = keys_of(tl.minimum(rows, S - 1), S, K, window, ends_ptr, CAUSAL)
     begin, full_end = keys_of(m, S, K, window, ends_ptr, CAUSAL)
     full_begin, end = keys_of(tl.minimum(m + BLOCK_M, S) - 1, S, K, window, ends_ptr, CAUSAL)
-    codes = rows
-    pads = 0
     if counts_ptr is not None:
         begin = tl.maximum(begin, tl.load(counts_ptr))
         end = tl.minimum(end, tl.load(counts_ptr + 1))
-    if PAIRS:
-        codes = tl.load(codes_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
-        pads = count(counts_ptr, m, m + BLOCK_M, S, True)
-    return lo, hi, begin, end, full_begin, full_end, codes, pads
+    return lo, hi, begin, end, full_begin, full_end
 
 
 @triton.jit
-def visible_keys(n, b, lo, hi, codes, codes_ptr, K, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr):
+def visible_keys(n, b, lo, hi, mask_ptr, K, BLOCK_N: tl.constexpr):
     """Which of the keys n .. n + BLOCK_N the queries of a block attend to, [BLOCK_M, BLOCK_N]."""
     cols = n + tl.arange(0, BLOCK_N)
     visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
-    if codes_ptr is not None:
-        seen = tl.load(codes_ptr + b.to(tl.int64) * K + cols, mask=cols < K, other=0)
-        visible = apply_mask(visible, seen[None, :], codes[:, None], PAIRS)
+    if mask_ptr is not None:
+        seen = tl.load(mask_ptr + b.to(tl.int64) * K + cols, mask=cols < K, other=0) != 0
+        visible = visible & seen[None, :]
     return visible
 
 

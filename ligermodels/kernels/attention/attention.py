@@ -12,7 +12,7 @@ causality aligned to the last key; windows; softcaps; padding without NaN; packe
 | one query (decode)                     | FlashAttention-2: cuDNN would plan again for every length K       |
 | softcap                                | `flash_attention`, in Triton; fp32 on Hopper and Blackwell only   |
 | window, packed sequences, key_mask,    | bf16, fp16: the same                                              |
-| padding, S < K causal                  | fp32: memory-efficient kernel, boolean mask [1 or B, 1, S, K]     |
+| S < K causal                           | fp32: memory-efficient kernel, boolean mask [1 or B, 1, S, K]     |
 | packed sequences without a mask, their | where `_one_by_one` says so, one batch per run of equal lengths,  |
 | lengths known to the host              | so that images and video frames get torch's first choice          |
 | CPU; no Triton; D > 256; the rest      | torch's first choice, with a boolean mask where one is needed;    |
@@ -55,7 +55,7 @@ from ligermodels.kernels.attention._flash_attention import flash_attention
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None, softcap: float | None = None,
     scale: float | None = None, key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, padding: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The specification of `attention`, in fp32 (fp64 for fp64) with the scores in memory."""
     dtype, groups = accumulator(q.dtype), q.shape[2] // k.shape[2]
@@ -64,15 +64,14 @@ def attention_reference(
     scores = torch.einsum("bshd,bkhd->bhsk", q.to(dtype), k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    visible = _visible(q, k, causal, window, key_mask, cu_seqlens, padding)
+    visible = _visible(q, k, causal, window, key_mask, cu_seqlens)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.einsum("bhsk,bkhd->bshd", weights, v).to(q.dtype)
 
 
 def _visible(
-    q: Tensor, k: Tensor, causal: bool, window: int | None, key_mask: Tensor | None, cu_seqlens: Tensor | None,
-    padding: Tensor | None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, causal: bool, window: int | None, key_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
     """Which query attends to which key: bool [B or 1, 1, S, K], at least one True per row."""
     length, num_keys = q.shape[1], k.shape[1]
     keys = torch.arange(num_keys, dtype=torch.int32, device=q.device)
@@ -88,9 +87,6 @@ def _visible(
     visible = visible[None, None]
     if key_mask is not None:
         visible = visible & key_mask[:, None, None]
-    if padding is not None:
-        visible = visible & ~(padding[:, None, :, None] & padding[:, None, None])
-    if key_mask is not None or padding is not None:
         # The softmax over no key, and its gradient, would be NaN: a query without a visible key attends to itself.
         itself = keys == aligned.clamp(min=0)
         visible = visible | (itself & ~visible.any(-1, keepdim=True))
@@ -100,7 +96,7 @@ def _visible(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None, softcap: float | None = None,
     scale: float | None = None, key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, padding: Tensor | None = None, head_chunks: bool = False,
+    max_seqlen: int | None = None, head_chunks: bool = False,
 ) -> Tensor:  # fmt: skip
     """softmax(scale * q k^T) v over the keys that each query attends to: [B, S, HQ, D].
 
@@ -115,22 +111,20 @@ def attention(
         not attend to each other. On a GPU its values are not checked, since that would synchronise. On the CPU, allowed
         wherever q is, it lets long sequences run as batches, which is faster.
     max_seqlen: at least the longest packed sequence; no engine here needs it.
-    padding: bool [B, S] for K = S, True at tokens that do not attend to each other, nor to themselves; all other pairs
-        do. A query without a visible key attends to its own key.
     head_chunks: compute the heads of a long sequence in chunks, for less memory in the backward. Only for an output
         that goes to `kernels.linear`, which saves the chunks; anything else would save the whole output too.
 
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
-    _check(q, k, v, causal, window, softcap, scale, key_mask, cu_seqlens, padding)
+    _check(q, k, v, causal, window, softcap, scale, key_mask, cu_seqlens)
     length, num_keys = q.shape[1], k.shape[1]
     if cu_seqlens is not None and cu_seqlens.shape[0] == 2:  # a single sequence
         cu_seqlens = None
     if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        runs, masked = _runs(cu_seqlens), not (window is softcap is key_mask is padding is None)
+        runs, masked = _runs(cu_seqlens), not (window is softcap is key_mask is None)
         if not _triton_takes(q, softcap) or (_one_by_one(runs) and not masked):
             options: dict[str, Any] = dict(causal=causal, window=window, softcap=softcap, scale=scale)
-            return _run_by_run(q, k, v, runs, key_mask, padding, **options)
+            return _run_by_run(q, k, v, runs, key_mask, **options)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(q.device)
     if window is not None and num_keys > length + window - 1:
@@ -139,8 +133,8 @@ def attention(
         key_mask = key_mask if key_mask is None else key_mask[:, start:]
     if window is not None and window >= num_keys:
         window = None
-    options = dict(causal=causal, window=window, key_mask=key_mask, cu_seqlens=cu_seqlens, padding=padding)
-    plain = window is None and key_mask is None and cu_seqlens is None and padding is None
+    options = dict(causal=causal, window=window, key_mask=key_mask, cu_seqlens=cu_seqlens)
+    plain = window is None and key_mask is None and cu_seqlens is None
     everything = plain and (length == num_keys or not causal)
     small = q.numel() < 2**31  # beyond, cuDNN's gradients were wrong on an H200, torch 2.11
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -180,19 +174,18 @@ def _runs(cu_seqlens: Tensor) -> list[tuple[int, int]]:
 
 
 def _run_by_run(
-    q: Tensor, k: Tensor, v: Tensor, runs: list[tuple[int, int]],
-    key_mask: Tensor | None, padding: Tensor | None, **options: Any,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, runs: list[tuple[int, int]], key_mask: Tensor | None, **options: Any
+) -> Tensor:
     """Attention of each run as one batch."""
     if not runs:
-        return attention(q, k, v, key_mask=key_mask, padding=padding, **options)
+        return attention(q, k, v, key_mask=key_mask, **options)
     sizes = [count * length for count, length in runs]
-    tensors = (q, k, v, key_mask, padding)
+    tensors = (q, k, v, key_mask)
     parts: list[Any] = [itertools.repeat(None) if x is None else x.split(sizes, dim=1) for x in tensors]
     outs = []
     for run, *part in zip(runs, *parts, strict=False):
         batch: list[Any] = [x if x is None else x.unflatten(1, run)[0] for x in part]
-        outs.append(attention(*batch[:3], key_mask=batch[3], padding=batch[4], **options).flatten(0, 1))
+        outs.append(attention(*batch[:3], key_mask=batch[3], **options).flatten(0, 1))
     return (torch.cat(outs) if len(outs) > 1 else outs[0])[None]
 
 
@@ -292,7 +285,7 @@ def _built_with_flash() -> bool:
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, softcap: float | None, scale: float | None,
-    key_mask: Tensor | None, cu_seqlens: Tensor | None, padding: Tensor | None,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None,
 ) -> None:  # fmt: skip
     of_q, of_k = q.shape, k.shape
     if (
@@ -313,15 +306,13 @@ def _check(
         raise InputError(f"attention: softcap={softcap} must be positive; None turns it off")
     if scale is not None and not scale > 0:  # torch's engines return NaN for it on the CPU
         raise InputError(f"attention: scale={scale} must be positive; None is head_dim ** -0.5")
-    for name, mask, tokens in (("key_mask", key_mask, k), ("padding", padding, q)):
-        if mask is not None and (
-            mask.shape != tokens.shape[:2] or mask.dtype != torch.bool or mask.device != q.device
-            or (mask is padding and of_q[1] != of_k[1])
-        ):  # fmt: skip
-            raise InputError(
-                f"attention: {name} has {describe(mask)}, for {of_q[1]} queries and {of_k[1]} keys; expected "
-                f"torch.bool {list(tokens.shape[:2])} on {q.device}, one entry per key (padding: and as many queries)"
-            )
+    if key_mask is not None and (
+        key_mask.shape != of_k[:2] or key_mask.dtype != torch.bool or key_mask.device != q.device
+    ):
+        raise InputError(
+            f"attention: key_mask has {describe(key_mask)}, for {of_q[1]} queries and {of_k[1]} keys; expected "
+            f"torch.bool {list(of_k[:2])} on {q.device}, one entry per key"
+        )
     if cu_seqlens is None:
         return
     if of_q[0] != 1 or of_q[1] != of_k[1]:

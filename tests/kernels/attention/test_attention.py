@@ -34,7 +34,7 @@ def left_and_right_padding(num_keys, batch_size=2, device="cpu"):
     return mask[:batch_size].to(device)
 
 
-def by_hand(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None, segments=None, padding=None):
+def by_hand(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None, segments=None):
     """One query, one head at a time, visible keys collected in a list."""
     batch_size, length, num_heads, size = q.shape
     num_keys, groups = k.shape[1], num_heads // k.shape[2]
@@ -48,7 +48,6 @@ def by_hand(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_
             and (window is None or j > at - window)
             and (key_mask is None or key_mask[b, j])
             and (segments is None or segments[j] == segments[at])
-            and (padding is None or not (padding[b, i] and padding[b, j]))
         ] or [max(at, 0)]
         scores = (k[b, keys, h // groups] @ q[b, i, h]) * (size**-0.5 if scale is None else scale)
         if softcap is not None:
@@ -64,9 +63,6 @@ def test_the_reference_is_the_definition(length, num_keys):
             continue
         options = {"causal": causal, "window": window, "softcap": softcap, "scale": 0.3 if softcap else None}
         options["key_mask"] = left_and_right_padding(num_keys) if masked else None
-        if not masked and length == num_keys and not causal:
-            options["padding"] = torch.rand(2, length) < 0.4
-            options["padding"][0] = True
         _, q, k, v = inputs(max(length, num_keys), max(length, num_keys))
         q, k, v = q[:, :length], k[:, :num_keys], v[:, :num_keys]
         torch.testing.assert_close(attention_reference(q, k, v, **options), by_hand(q, k, v, **options))

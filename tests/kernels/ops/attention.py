@@ -16,9 +16,9 @@ from ligermodels.kernels.attention.attention import _visible
 from tests.kernels.cases import Case, Maker, Op, Sizes
 
 
-def visible(q, k, *, causal=True, window=None, key_mask=None, cu_seqlens=None, padding=None) -> Tensor:
+def visible(q, k, *, causal=True, window=None, key_mask=None, cu_seqlens=None) -> Tensor:
     """Which query sees which key, [B or 1, 1, S, K]; `test_attention.py` compares it with the definition."""
-    return _visible(q, k, causal, window, key_mask, cu_seqlens, padding)
+    return _visible(q, k, causal, window, key_mask, cu_seqlens)
 
 
 def eager_attention(q, k, v, *, softcap=None, scale=None, causal=True, **masks):
@@ -41,7 +41,7 @@ def eager_attention(q, k, v, *, softcap=None, scale=None, causal=True, **masks):
 
 def our_attention(q, k, v, *, scale=None, **options):
     """`flash_attention` with the defaults of `attention`, which it has not."""
-    defaults = dict.fromkeys(("window", "softcap", "key_mask", "cu_seqlens", "padding")) | {"causal": True}
+    defaults = dict.fromkeys(("window", "softcap", "key_mask", "cu_seqlens")) | {"causal": True}
     return flash_attention(q, k, v, scale=q.shape[-1] ** -0.5 if scale is None else scale, **defaults | options)
 
 
@@ -58,7 +58,7 @@ def attention_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
     scores, cap = torch.einsum("bshd,bkhd->bhsk", q, k) * scale, case.options.get("softcap")
     capped = scores if cap is None else cap * torch.tanh(scores / cap)
     named = case.options | case.tensors
-    masks = {n: named[n] for n in ("causal", "window", "key_mask", "cu_seqlens", "padding") if n in named}
+    masks = {n: named[n] for n in ("causal", "window", "key_mask", "cu_seqlens") if n in named}
     p = capped.masked_fill(~visible(q, k, **masks), float("-inf")).softmax(-1)
     out, square = (torch.einsum("bhsk,bkhd->bhsd", p, x) for x in (v, v.square()))
     dout, eps = upstream[0].double().transpose(1, 2), torch.finfo(case.tensors["q"].dtype).eps
@@ -85,7 +85,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "packed": {"packed": True},
     "packed and whole": {"packed": True, "causal": False},
     "cached prompt": {"cached": 37},
-    "padding": {"causal": False, "padding": True},
 }
 OF_TORCH = ["causal", "whole", "scaled", "decode"]
 """Forms that `attention` leaves to torch's engines; of the others our kernels compute half precision."""
@@ -96,7 +95,6 @@ DEAR_FORMS: dict[str, dict[str, Any]] = {
     "softcap beyond fp32's exponents": {"softcap": 90.0},
     "everything": {"key_mask": True, "window": 20, "softcap": 3.0, "cached": 9},
     "packed and masked": {"packed": True, "key_mask": True, "window": 20, "softcap": 3.0},
-    "packed and padding": {"packed": True, "key_mask": True, "padding": True, "causal": False},
 }
 """Mixtures that are compared in fp64 alone."""
 
@@ -104,9 +102,7 @@ DEAR_FORMS: dict[str, dict[str, Any]] = {
 def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ordered: bool) -> Op:
     def make(m, rows, *, heads, kv_heads, dim, form, scale=1.0, same=False, hidden=False):
         options = (FORMS | DEAR_FORMS)[form].copy()
-        packed, cached, decode, key_mask, padding = (
-            options.pop(name, 0) for name in ("packed", "cached", "decode", "key_mask", "padding")
-        )
+        packed, cached, decode, key_mask = (options.pop(name, 0) for name in ("packed", "cached", "decode", "key_mask"))
         batch = 1 if packed or rows > 300 else m.draw.choice([1, 2])
         length = min(rows, 1) if decode else rows
         num_keys = max(1, (rows if decode else length) + cached) if length else 0
@@ -118,9 +114,6 @@ def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ord
         if key_mask:
             mask = torch.rand(batch, num_keys, device=m.device) < (0.0 if hidden else 0.7)
             tensors["key_mask"] = m.of(mask, train=False, dtype=torch.bool)
-        if padding:  # at the end of a row, as the tiles of an image have it, and some before
-            tensors["padding"] = torch.rand(batch, length, device=m.device) < 0.1
-            tensors["padding"][0, -(length // 3) - 1 :] = True
         if packed:
             ends = [0, num_keys // 3, num_keys // 3, num_keys // 2, num_keys]
             options["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=m.device)
