@@ -16,8 +16,6 @@ from ligermodels.kernels.experts.moe import (
 from ligermodels.kernels.linear.activation import (
     activate as activate,
     activate_reference as activate_reference,
-    activation_linear as activation_linear,
-    activation_linear_reference as activation_linear_reference,
 )
 from ligermodels.kernels.linear.gated_mlp import (
     gated_mlp as gated_mlp,
@@ -27,8 +25,6 @@ from ligermodels.kernels.linear.gated_mlp import (
 )
 from ligermodels.kernels.linear.glu import (
     glu as glu,
-    glu_linear as glu_linear,
-    glu_linear_reference as glu_linear_reference,
     glu_reference as glu_reference,
 )
 from ligermodels.kernels.linear.nf4 import (

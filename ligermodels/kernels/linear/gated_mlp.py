@@ -38,7 +38,7 @@ from ligermodels.kernels._recompute import handle_of, may_overwrite
 from ligermodels.kernels._triton import apply, once_differentiable, use_triton
 from ligermodels.kernels.linear._gemv import gemv
 from ligermodels.kernels.linear.activation import activate_reference
-from ligermodels.kernels.linear.glu import apply_glu_linear, check_glu, glu_backward, glu_forward, glu_reference
+from ligermodels.kernels.linear.glu import GLULinear, check_glu, glu_backward, glu_forward, glu_reference
 from ligermodels.kernels.linear.joint import rows_of
 from ligermodels.kernels.linear.linear import Layers, flatten, linears_reference, without_biases
 from ligermodels.kernels.linear.low_bit import Weight
@@ -76,7 +76,8 @@ def _reference(
 def _traced(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str) -> Tensor:
     """For torch.compile, which cannot trace `_MLP`; of dense layers."""
     gate, *up = [F.linear(x, weight, bias) for weight, bias, _ in first]
-    return apply_glu_linear(gate, up[0] if up else None, last.weight, last.bias, gated and len(first) == 1, activation)
+    joint = gated and len(first) == 1
+    return GLULinear.apply(gate, up[0] if up else None, last.weight, last.bias, joint, activation)
 
 
 def _several(tensors: Any) -> tuple:
@@ -89,8 +90,9 @@ class _MLP(torch.autograd.Function):
 
     options: z, or None if rows is given; the recompute handle of x, or None; rows: tokens per chunk if z is recomputed,
     else None; `flatten`'s rest of first and last; gated; activation; N; the number of leaves of the first layers.
-    It returns empty memory that `_run` fills after everything is saved: see GLULinear in glu.py. H = x A^T of the
-    adapters is computed only then, so the backward recomputes it.
+    It returns empty memory that `_run` fills after everything is saved: activation checkpointing reruns a region only
+    until its last tensor is saved, and so does not compute h again. H = x A^T of the adapters is computed only then, so
+    the backward recomputes it.
     """
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""Gated linear unit, alone or fused with the linear layer that reads it.
+"""Gated linear unit, alone or as a part of an MLP.
 
     h = act(gate) * up           for rows [gate | up] of gate_up, or gate and up as two tensors
 
 What differs from a plain fused GLU:
 - gate and up may be the halves of the rows that one GEMM wrote, and their gradients go into the halves of the rows that
   one GEMM reads for dX. No half is copied.
-- `glu_linear` is down_proj(h) that saves gate and up, not h. Its backward computes dh = dy W; then one kernel reads
+- The backward of an MLP (gated_mlp.py) saves gate and up, not h. It computes dh = dy W; then one kernel reads
   (gate_up, dh), writes d_gate_up, and overwrites dh with h for dW = dy^T h. This saves a third of the activations of
   separate ops, for 2 bytes more per element.
 - Tiles are 1024 elements of one row, or of several short rows; no row is padded to a power of two.
@@ -20,7 +20,6 @@ Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; activations as torch.nn.
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,19 +45,11 @@ from ligermodels.kernels._triton import (
     use_triton,
     wait_for_previous,
 )
-from ligermodels.kernels.linear.linear import matmul
-from ligermodels.kernels.linear.operand import LinearOperand, check
 
 
 def glu_reference(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
     gate, up = (t.to(accumulator(t.dtype)) for t in (gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)))
     return (ACTIVATIONS[activation](gate.contiguous()) * up).to(gate_up.dtype)
-
-
-def glu_linear_reference(
-    gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu", up: Tensor | None = None
-) -> Tensor:
-    return F.linear(glu_reference(gate_up, up, activation=activation), weight, bias)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -185,55 +176,29 @@ class GLU(torch.autograd.Function):
 class GLULinear(torch.autograd.Function):
     """x: [..., F], or [..., 2F] if joint; up: [..., F] or None; weight: [N, F]; bias: [N] or None -> [..., N].
 
-    Saves x and up, never h. Run eagerly, it returns empty memory that `apply_glu_linear` fills afterwards: activation
-    checkpointing reruns a region only until its last tensor is saved, and so does not compute h again.
+    F.linear(act(x) * up) that saves x and up, and recomputes h in the backward; for torch.compile (gated_mlp.py).
     """
 
     @staticmethod
     def forward(ctx, x, up, weight, bias, joint, activation):
         ctx.save_for_backward(x, up, weight)
         ctx.options = joint, activation
-        if torch.compiler.is_compiling():
-            return F.linear(glu_forward(x, up, joint, activation, dtype=weight.dtype), weight, bias)
-        return weight.new_empty((*x.shape[:-1], weight.shape[0]))
+        return F.linear(glu_forward(x, up, joint, activation, dtype=weight.dtype), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, up, weight = ctx.saved_tensors
         need_x, need_up, need_weight, need_bias, *_ = ctx.needs_input_grad
-        dy = dy.reshape(-1, dy.shape[-1])
-        needs = dict(need_x=need_x, need_up=need_up, need_h=need_weight)
-        dx, d_up, h = glu_linear_backward(dy, x, up, weight, *ctx.options, **needs)
-        del x, up  # under activation checkpointing, the last references
-        d_weight = None if h is None else weight_gradient(weight, dy, h)
+        dy, dx, d_up, d_weight = dy.reshape(-1, dy.shape[-1]), None, None, None
+        if need_x or need_up:
+            h = dy @ weight  # dh, which the kernel overwrites with h
+            dx, d_up = glu_backward(h, x, up, *ctx.options, need_x=need_x, need_up=need_up, emit=need_weight)
+        elif need_weight:
+            h = glu_forward(x, up, *ctx.options, dtype=weight.dtype).view(-1, weight.shape[1])
+        if need_weight:
+            d_weight = weight_gradient(weight, dy, h)
         return dx, d_up, d_weight, dy.sum(0) if need_bias else None, None, None
-
-
-def glu_linear_backward(
-    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor, joint: bool, activation: str, *, need_x: bool,
-    need_h: bool, need_up: bool = False, overwrite: bool = False,
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """(dx, d_up, h) for dy [T, N]: dx over x if `overwrite`; h [T, F] for the weight's gradient."""
-    if need_x or need_up:
-        h = dy @ weight  # dh, which the kernel overwrites with h
-        needs = dict(need_x=need_x, need_up=need_up, emit=need_h, overwrite=overwrite)
-        dx, d_up = glu_backward(h, x, up, joint, activation, **needs)
-        return dx, d_up, h if need_h else None
-    if not need_h:
-        return None, None, None
-    return None, None, glu_forward(x, up, joint, activation, dtype=weight.dtype).view(-1, weight.shape[1])
-
-
-def apply_glu_linear(
-    x: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, joint: bool, activation: str
-) -> Tensor:
-    y = GLULinear.apply(x, up, weight, bias, joint, activation)
-    if not torch.compiler.is_compiling():
-        with torch.no_grad():
-            h = glu_forward(x, up, joint, activation, dtype=weight.dtype).view(-1, weight.shape[1])
-            matmul(h, weight, bias, out=y.detach().view(-1, weight.shape[0]))
-    return y
 
 
 def check_glu(where: str, name: str, x: Tensor, activation: str, *, joint: bool = False) -> int:
@@ -247,14 +212,6 @@ def check_glu(where: str, name: str, x: Tensor, activation: str, *, joint: bool 
     return operator.index(width) // (2 if joint else 1)
 
 
-def _check_up(where: str, gate_up: Tensor, up: Tensor | None) -> None:
-    if up is not None and (up.shape != gate_up.shape or up.dtype != gate_up.dtype or up.device != gate_up.device):
-        raise InputError(
-            f"{where}: gate_up has {describe(gate_up)}, up has {describe(up)}; beside an up, gate_up is the gate, "
-            "of its shape, dtype and device."
-        )
-
-
 def glu(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
     """act(gate) * up.
 
@@ -265,26 +222,11 @@ def glu(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") 
     Raises InputError for an odd width, a gate and an up that differ, or an unknown activation.
     """
     check_glu("glu", "gate_up", gate_up, activation, joint=up is None)
-    _check_up("glu", gate_up, up)
+    if up is not None and (up.shape != gate_up.shape or up.dtype != gate_up.dtype or up.device != gate_up.device):
+        raise InputError(
+            f"glu: gate_up has {describe(gate_up)}, up has {describe(up)}; beside an up, gate_up is the gate, of its "
+            "shape, dtype and device."
+        )
     if not use_triton(gate_up):
         return glu_reference(gate_up, up, activation=activation)
     return GLU.apply(gate_up, up, up is None, activation)
-
-
-def glu_linear(
-    gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu", up: Tensor | None = None
-) -> Tensor:
-    """F.linear(glu(gate_up, up), weight, bias) that saves gate_up and up, and recomputes h in the backward.
-
-    gate_up: [..., 2F], or beside an up [..., F] the gate alone; weight: [N, F]; bias: [N] or None; activation: as in
-    `glu`.
-    Returns [..., N] of the weight's dtype; under torch.autocast of the autocast dtype, to which weight and bias are
-    cast as F.linear would cast them.
-    Raises InputError for shapes, dtypes or devices that do not fit.
-    """
-    width = check_glu("glu_linear", "gate_up", gate_up, activation, joint=up is None)
-    _check_up("glu_linear", gate_up, up)
-    ((weight, bias, _),) = check("glu_linear", "gate_up", gate_up, width, [LinearOperand(weight, bias)])
-    if not use_triton(gate_up):
-        return glu_linear_reference(gate_up, weight, bias, activation=activation, up=up)
-    return apply_glu_linear(gate_up, up, weight, bias, up is None, activation)

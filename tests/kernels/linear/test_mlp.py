@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from ligermodels.kernels import gated_mlp, mlp
+from ligermodels.kernels.linear.gated_mlp import _traced
 from ligermodels.kernels.linear.joint import make_joint
+from ligermodels.kernels.linear.operand import LinearOperand
 from ligermodels.kernels.norm.rms_norm import add_rms_norm
 from tests.kernels.interpreter import CHUNK
 from tests.kernels.seen import Seen, saved_by
@@ -51,6 +53,24 @@ def of_two(x, gate, up, down, gate_bias, up_bias, down_bias, **options):
 
 
 # Saved, and recomputed.
+
+
+@pytest.mark.parametrize("trained", [(0, 1, 2, 3, 4), (2,), (4,), (0, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["gated", "two weights", "plain"])
+def test_what_torch_compile_traces_is_the_op(device, poison, kind, trained):
+    """By the same kernels, saving gate and up, but never h."""
+    inputs, dy = make(device, kind != "plain", 3, 17, dtype=torch.float64)
+    inputs = [t.detach().requires_grad_(i in trained) for i, t in enumerate(inputs)]
+    x, w1, w2, b1, b2 = inputs
+    parts = 2 if kind == "two weights" else 1
+    first = list(map(LinearOperand, w1.chunk(parts), b1.chunk(parts)))
+    op = op_of(kind != "plain")
+    options = dict(gated=kind != "plain", activation=op.keywords["activation"])
+    y, saved = saved_by(lambda: _traced(x, first, LinearOperand(w2, b2), **options), *inputs)
+    assert sum(t.shape[-1] for t in saved if t.shape[:-1] == (3, 17)) == (1 + (kind != "plain")) * INNER
+    actual = [y, *torch.autograd.grad(y, [inputs[i] for i in trained], dy)]
+    for a, b in zip(actual, run(op, inputs, dy), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @each_mlp

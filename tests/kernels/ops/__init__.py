@@ -35,7 +35,6 @@ from tests.kernels.ops.mlp import (
     exact_linear_after_norm,
     joint_linear,
     linear,
-    linear_after,
     linear_after_norm,
     linear_op,
     mlp_op,
@@ -60,24 +59,9 @@ OPS: dict[str, Op] = {
     "rope": rotation(kernels.rope, kernels.rope_reference, eager_rope, packed=True),
     "rope in place": rotation(rope_in_place, kernels.rope_reference, eager_rope, packed=True),
     "rope_qk": rotation(kernels.rope_qk, kernels.rope_qk_reference, eager_rope_qk, packed=False),
-    "glu": activation_op(kernels.glu, kernels.glu_reference, eager_glu, gated=True, with_linear=False),
-    "glu of two tensors": activation_op(
-        kernels.glu, kernels.glu_reference, eager_glu, gated=True, with_linear=False, separate=True
-    ),
-    "glu_linear": activation_op(
-        kernels.glu_linear, kernels.glu_linear_reference, linear_after(eager_glu), gated=True, with_linear=True
-    ),
-    "glu_linear of two tensors": activation_op(
-        kernels.glu_linear, kernels.glu_linear_reference, linear_after(eager_glu), gated=True, with_linear=True,
-        separate=True,
-    ),
-    "activate": activation_op(
-        kernels.activate, kernels.activate_reference, eager_activate, gated=False, with_linear=False
-    ),
-    "activation_linear": activation_op(
-        kernels.activation_linear, kernels.activation_linear_reference, linear_after(eager_activate),
-        gated=False, with_linear=True,
-    ),
+    "glu": activation_op(kernels.glu, kernels.glu_reference, eager_glu, gated=True),
+    "glu of two tensors": activation_op(kernels.glu, kernels.glu_reference, eager_glu, gated=True, separate=True),
+    "activate": activation_op(kernels.activate, kernels.activate_reference, eager_activate, gated=False),
     "gated_mlp": mlp_op(kernels.gated_mlp, kernels.gated_mlp_reference, eager_glu, gated=True),
     "gated_mlp of two weights": mlp_op(
         of_two_weights(kernels.gated_mlp), of_two_weights(kernels.gated_mlp_reference), eager_glu, gated=True,

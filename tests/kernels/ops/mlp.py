@@ -1,7 +1,6 @@
 """Entries of the table of ops: activations, MLPs and linear layers."""
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from tests.kernels.cases import FEW_WIDTHS, WIDTHS, Case, Op, Sizes
 from tests.kernels.interpreter import CHUNK
 from tests.kernels.ops.elementwise import row_noise
 
-# Activations and gated MLPs, alone and with the linear layer that reads them.
+# Activations and MLPs.
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -37,27 +36,16 @@ def eager_activate(x, *, activation):
     return ACTIVATIONS[activation](x)
 
 
-def linear_after(activation):
-    def eager(*, weight, bias=None, **rest):
-        return F.linear(activation(**rest), weight, bias)
-
-    return eager
-
-
-def activation_op(call, reference, eager, *, gated: bool, with_linear: bool, separate: bool = False) -> Op:
+def activation_op(call, reference, eager, *, gated: bool, separate: bool = False) -> Op:
     first, parts = ("gate_up", 2) if gated else ("x", 1)
     names = GATED if gated else PLAIN
 
-    def make(m, rows, *, width, out=64, bias=True, values=None, **options):
+    def make(m, rows, *, width, values=None, **options):
         values = torch.randn(*m.lead(rows), parts * width, device=m.device) * 3 if values is None else values
         tensors = {first: m.of(values)}
         if separate:
             tensors = {first: m.of(values[..., :width]), "up": m.of(values[..., width:])}
-        if with_linear:
-            tensors["weight"] = m(out, width, scale=width**-0.5)
-            if bias:
-                tensors["bias"] = m(out)
-        return Case(tensors, options, terms=max(width, out, rows) if with_linear else 1)
+        return Case(tensors, options)
 
     def edge(values, activation):
         def case(m):
@@ -72,15 +60,11 @@ def activation_op(call, reference, eager, *, gated: bool, with_linear: bool, sep
         tensors = {first: m.big(rows, parts * width)}
         if separate:
             tensors = {first: m.big(rows, width), "up": m.big(rows, width)}
-        if with_linear:
-            tensors |= {"weight": m(16, width, scale=width**-0.5), "bias": m(16)}
         return Case(tensors, {"activation": "gelu_tanh"})
 
-    choices: dict[str, Any] = {"width": Sizes(WIDTHS[:-2], [*FEW_WIDTHS, 1030]), "activation": names}
-    if with_linear:
-        choices |= {"out": [1, 7, 64, 300], "bias": [False, True]}
     return Op(
-        call, reference, eager, make, choices,
+        call, reference, eager, make,
+        choices={"width": Sizes(WIDTHS[:-2], [*FEW_WIDTHS, 1030]), "activation": names},
         complete={"width": 8, "activation": names[0]},
         row=lambda chosen: parts * chosen["width"],
         more={"activation": [name for name in ACTIVATIONS if name not in names]},
@@ -96,7 +80,6 @@ def activation_op(call, reference, eager, *, gated: bool, with_linear: bool, sep
             }.items()
         },
         past_2_31=huge,
-        matmuls=with_linear,
     )  # fmt: skip
 
 
