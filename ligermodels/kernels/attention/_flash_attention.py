@@ -30,11 +30,9 @@ from torch import Tensor
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     HAS_TRITON,
-    accumulator,
     cdiv,
     is_datacenter,
     last_dim_contiguous,
-    next_power_of_2,
     once_differentiable,
     tl,
     triton,
@@ -60,24 +58,22 @@ from ligermodels.kernels.attention._flash_kernels import (
     visible_keys,
     zeros,
 )
+from ligermodels.kernels.attention.decode_attention import decode_attention
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-@triton.jit(do_not_specialize=["S", "K", "window", "splits"])
+@triton.jit(do_not_specialize=["S", "K", "window"])
 def _forward_kernel(
-    o_ptr, lse_ptr, q_ptr, k_src, k_rest, v_src, v_rest, v_ptr, mask_ptr, counts_ptr, ends_ptr, S, K, window, splits,
+    o_ptr, lse_ptr, q_ptr, k_src, k_rest, v_src, v_rest, v_ptr, mask_ptr, counts_ptr, ends_ptr, S, K, window,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
     SCALE: tl.constexpr, CAP: tl.constexpr, RUNNING_MAX: tl.constexpr, CAUSAL: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of one head; with `splits`, over one of so many parts of the keys.
-
-    mask_ptr and counts_ptr, ends_ptr, window, splits: None without a mask, packing, a window, a split.
-    """
+    """BLOCK_M queries of one head. mask_ptr, counts_ptr; ends_ptr; window: None without a mask, packing, a window."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     GROUP: tl.constexpr = HQ // HK
@@ -85,18 +81,13 @@ def _forward_kernel(
     pid = tl.program_id(0)
     # Programs of one key head's query heads follow each other, then those of the next block, longest causal rows first.
     m = (blocks - 1 - pid // GROUP % blocks) * BLOCK_M
-    out_b = pid // (GROUP * blocks) // HK
-    b = out_b if splits is None else out_b // splits
+    b = pid // (GROUP * blocks) // HK
     kv_head = pid // (GROUP * blocks) % HK
     head = kv_head * GROUP + pid % GROUP
     rows = m + tl.arange(0, BLOCK_M)
     if counts_ptr is not None:
         counts_ptr += b.to(tl.int64) * (K + 3)
     lo, hi, begin, end, full_begin, full_end = query_block(m, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL)
-    if splits is not None:
-        part = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
-        begin += out_b % splits * part
-        end = tl.minimum(end, begin + part)
     q = tile(q_ptr, q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, MAIN, REST, False)
     acc = zeros(BLOCK_M, MAIN, REST, ACC)
     total = tl.zeros([BLOCK_M], ACC)
@@ -129,7 +120,7 @@ def _forward_kernel(
         v = tile(v_src, v_rest, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, MAIN, REST, TMA)
         acc = outer(p.to(dtype), v, acc, REST, PRECISION, ACC)
     empty = total == 0.0
-    if mask_ptr is not None or splits is not None:
+    if mask_ptr is not None:
         total = tl.where(empty, 1.0, total)
     lse = tl.log2(total.to(lse_ptr.dtype.element_ty))
     if RUNNING_MAX:
@@ -144,30 +135,8 @@ def _forward_kernel(
         if REST:
             acc = acc[0], add_row(acc[1], at, empty, MAIN, D)
         lse = tl.where(empty, float("inf"), lse)
-    elif splits is not None:
-        lse = tl.where(empty, float("-inf"), lse)
-    tl.store(lse_ptr + (out_b.to(tl.int64) * HQ + head) * row_length(S) + rows, lse, mask=rows < S)
-    store(o_ptr, (acc[0] / total[:, None], acc[1] / total[:, None]), out_b, head, m, S, HQ, D, REST)
-
-
-@triton.jit
-def _combine_kernel(
-    o_ptr, part_ptr, lse_ptr, lse_s, SPLITS: tl.constexpr, GROUP: tl.constexpr, HK: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One query's output from the outputs and lse that the forward kernel wrote for each part of its keys."""
-    b = tl.program_id(0) // (HK * GROUP)
-    kv_head = tl.program_id(0) // GROUP % HK
-    member = tl.program_id(0) % GROUP
-    parts = b * SPLITS + tl.arange(0, SPLITS)
-    cols = tl.arange(0, BLOCK_D)
-    lse = tl.load(lse_ptr + (parts * HK + kv_head) * lse_s + member)
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    weights = weights / tl.sum(weights, 0)
-    at = ((parts * GROUP + member) * HK + kv_head)[:, None] * D + cols[None, :]
-    part = tl.load(part_ptr + at, mask=(cols < D)[None, :], other=0.0)
-    o = tl.sum(part * weights[:, None], 0)
-    tl.store(o_ptr + tl.program_id(0).to(tl.int64) * D + cols, o.to(o_ptr.dtype.element_ty), mask=cols < D)
+    tl.store(lse_ptr + (b.to(tl.int64) * HQ + head) * row_length(S) + rows, lse, mask=rows < S)
+    store(o_ptr, (acc[0] / total[:, None], acc[1] / total[:, None]), b, head, m, S, HQ, D, REST)
 
 
 @triton.jit
@@ -343,41 +312,13 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def _statistics(q: Tensor, batch_size: int) -> Tensor:
+def _statistics(q: Tensor) -> Tensor:
     """Memory for one number per row and head, [B, HQ, S rounded up to 4]: rows start at multiples of 16 bytes.
 
     fp64 for fp32 inputs: exp(score - lse) has fp32's precision only if lse has more.
     """
     dtype = torch.float64 if q.element_size() > 2 else torch.float32
-    return torch.empty(batch_size, q.shape[2], (q.shape[1] + 3) // 4 * 4, dtype=dtype, device=q.device)
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, counts: Tensor | None, ends: Tensor | None,
-    causal: bool, window: int | None, softcap: float | None, scale: float, splits: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(o, lse); with splits those of each part of the keys, [B * splits, ...], with o in fp32."""
-    batch_size, length = q.shape[:2]
-    num_heads, size, num_kv_heads = (operator.index(n) for n in (*q.shape[2:], k.shape[2]))
-    rows = batch_size * (splits or 1)
-    out = torch.empty(rows, *q.shape[1:], dtype=q.dtype if splits is None else accumulator(q.dtype), device=q.device)
-    lse = _statistics(q, rows)
-    widths, tma = head_parts(size), _tma_takes(q, k.shape[1], k, v)
-    short = window is not None or ends is not None
-    block_m, block_n, warps, stages = tile_sizes("forward", size, q.element_size(), short, tma)
-    if splits is not None:
-        block_m = 16
-    # exp2 of the bound, summed over many keys, must not overflow; fp16 has too few exponents.
-    running_max = softcap is None or softcap > 60 or q.dtype == torch.float16
-    launch(
-        _forward_kernel, (rows * num_heads * cdiv(length, block_m),),
-        out, lse, q, *_streamed(block_n, widths, tma, k, v), v,
-        mask, counts, ends, length, k.shape[1], window, splits, *_strides(q, k, v),
-        scale, softcap, running_max, causal,
-        num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    return out, lse
+    return torch.empty(q.shape[0], q.shape[2], (q.shape[1] + 3) // 4 * 4, dtype=dtype, device=q.device)
 
 
 class _Flash(torch.autograd.Function):
@@ -387,7 +328,22 @@ class _Flash(torch.autograd.Function):
     def forward(ctx, q, k, v, mask, ends, causal, window, softcap, scale):
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         counts = None if mask is None else hidden_counts(mask)
-        out, lse = _forward(q, k, v, mask, counts, ends, causal, window, softcap, scale)
+        batch_size, length = q.shape[:2]
+        num_heads, size, num_kv_heads = (operator.index(n) for n in (*q.shape[2:], k.shape[2]))
+        out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), _statistics(q)
+        widths, tma = head_parts(size), _tma_takes(q, k.shape[1], k, v)
+        short = window is not None or ends is not None
+        block_m, block_n, warps, stages = tile_sizes("forward", size, q.element_size(), short, tma)
+        # exp2 of the bound, summed over many keys, must not overflow; fp16 has too few exponents.
+        running_max = softcap is None or softcap > 60 or q.dtype == torch.float16
+        launch(
+            _forward_kernel, (batch_size * num_heads * cdiv(length, block_m),),
+            out, lse, q, *_streamed(block_n, widths, tma, k, v), v,
+            mask, counts, ends, length, k.shape[1], window, *_strides(q, k, v),
+            scale, softcap, running_max, causal,
+            num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, lse, mask, counts, ends)
         ctx.options = causal, window, softcap, scale
         return out
@@ -405,7 +361,7 @@ class _Flash(torch.autograd.Function):
             torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else None
             for x, need in ((q, need_dq), (k, need_dk), (v, need_dv))
         )
-        delta = _statistics(q, batch_size)
+        delta = _statistics(q)
         masks = mask, counts, ends, length, num_keys, window, *_strides(q, k, v, do), scale, softcap, causal
         widths, short = head_parts(size), window is not None or ends is not None
         tma = _tma_takes(q, k.shape[1], k, v)
@@ -435,21 +391,6 @@ class _Flash(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None, None, None
 
 
-def _one_query(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, scale: float) -> Tensor:
-    """Heads that share a key head become its queries, and the keys are split among programs."""
-    batch_size, _, num_heads, size = q.shape
-    num_kv_heads, splits = operator.index(k.shape[2]), 16
-    group = operator.index(num_heads) // num_kv_heads
-    grouped = q.reshape(batch_size, num_kv_heads, group, size).transpose(1, 2)
-    parts, lse = _forward(grouped, k, v, None, None, None, False, None, softcap, scale, splits=splits)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch(
-        _combine_kernel, (batch_size * num_heads,),
-        out, parts, lse, lse.shape[2], splits, group, num_kv_heads, size, next_power_of_2(size),
-    )  # fmt: skip
-    return out
-
-
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, softcap: float | None, scale: float,
     key_mask: Tensor | None, cu_seqlens: Tensor | None,
@@ -457,8 +398,9 @@ def flash_attention(
     """`attention` of attention.py, which documents and checks the arguments; D <= 256."""
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if q.shape[1] == 1 and key_mask is None and not trained:
-        q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-        return _one_query(q, k, v, softcap, scale)
+        starts = torch.zeros(len(q), dtype=torch.int32, device=q.device)
+        lengths = torch.full_like(starts, k.shape[1])
+        return decode_attention(q, k, v, starts, lengths, window=window, softcap=softcap, scale=scale)
     ends = None if cu_seqlens is None else sequence_ends(cu_seqlens, q.shape[1])
     mask = None if key_mask is None else key_mask.to(torch.uint8).contiguous()
     return _Flash.apply(q, k, v, mask, ends, causal, window, softcap, scale)

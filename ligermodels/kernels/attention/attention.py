@@ -10,7 +10,8 @@ causality aligned to the last key; windows; softcaps; padding without NaN; packe
 | the same past 2^31 elements, where     | bf16, fp16: `flash_attention`, in Triton                          |
 | torch 2.11's gradients are wrong       |                                                                   |
 | one query (decode)                     | FlashAttention-2: cuDNN would plan again for every length K       |
-| softcap                                | `flash_attention`, in Triton; fp32 on Hopper and Blackwell only   |
+| softcap                                | `flash_attention`, in Triton; fp32 on Hopper and Blackwell only;  |
+|                                        | of one query, without a mask or gradient, `decode_attention`      |
 | window, packed sequences, key_mask,    | bf16, fp16: the same                                              |
 | S < K causal                           | fp32: memory-efficient kernel, boolean mask [1 or B, 1, S, K]     |
 | packed sequences without a mask, their | where `_one_by_one` says so, one batch per run of equal lengths,  |

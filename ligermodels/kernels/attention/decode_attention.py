@@ -453,7 +453,7 @@ def _attention(
     block_n = max(16, min(128, 16384 // (block_d * q.element_size())))  # 16 KiB a tile
     sms, groups = num_sms(q.device.index), rows * num_kv_heads
     # fp8 tiles are smaller: a multiprocessor runs four programs at a time, and all shares fit in one wave.
-    splits = min(_MAX_SPLITS, cdiv(2 * sms, groups) if scales is None else max(1, 4 * sms // groups))
+    splits = operator.index(min(_MAX_SPLITS, cdiv(2 * sms, groups) if scales is None else max(1, 4 * sms // groups)))
     parts = min(splits, cdiv(capacity, block_n))  # more than that would have no key
     group_2, of_scores = next_power_of_2(num_heads // num_kv_heads), size**-0.5 if scale is None else scale
     out = torch.empty(of_q, dtype=q.dtype, device=q.device)
