@@ -3,6 +3,9 @@
     grouped_mm:        c[r] = a[r] @ b[e]                     for the rows r of group e, offsets[e] .. offsets[e + 1]
     grouped_mm_outer:  c[e] = sum over r of a[r].T @ b[r]     zeros for an empty group
 
+Shapes, as in the suffixes of names: T tokens, K experts of each token, R = T K rows, E experts, H hidden size; M and N
+are any sizes.
+
 What differs from a loop over groups:
 - Only the device knows the offsets, so nothing synchronises, and a CUDA graph can capture it. The grid covers the
   maximum number of tiles of any split of the rows; programs past the last tile end at once.
@@ -77,7 +80,7 @@ def _place_kernel(
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
-def _spread_kernel(
+def _dispatch_kernel(
     out_ptr, x_ptr, rows_ptr, n_tokens, stride,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -115,9 +118,9 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """experts: [T, k] -> slots [R], rows [R], offsets [E + 1], all int32; R = T k.
+    """experts: [T, K] -> slots [R], rows [R], offsets [E + 1], all int32.
 
-    Slot t * k + j is token t's choice j. Row r, sorted by expert and then by slot, is slot slots[r]; slot s is row
+    Slot t * K + j is token t's choice j. Row r, sorted by expert and then by slot, is slot slots[r]; slot s is row
     rows[s]; expert e has the rows offsets[e] .. offsets[e + 1]. A slot with an expert outside [0, E) is sorted to the
     nearest expert, with rows[s] = -1 - row, for which `combine` gives NaN.
     """
@@ -140,33 +143,33 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     return slots, rows, offsets
 
 
-def spread(x: Tensor, rows: Tensor, top_k: int) -> Tensor:
+def dispatch(x_TH: Tensor, rows: Tensor, top_k: int) -> Tensor:
     """x: [T, H] -> [R, H], each token's row copied to its top_k rows of the sorted order."""
-    n_tokens, width = x.shape[0], operator.index(x.shape[1])
-    x = last_dim_contiguous(x)
-    out = torch.empty((rows.shape[0], width), dtype=x.dtype, device=x.device)
+    n_tokens, width = x_TH.shape[0], operator.index(x_TH.shape[1])
+    x_TH = last_dim_contiguous(x_TH)
+    x_RH = torch.empty((rows.shape[0], width), dtype=x_TH.dtype, device=x_TH.device)
     if n_tokens:
         block, tokens = _tile(width)
         launch(
-            _spread_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
-            out, x, rows, n_tokens, x.stride(0), top_k, width, block, tokens, num_warps=4,
+            _dispatch_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
+            x_RH, x_TH, rows, n_tokens, x_TH.stride(0), top_k, width, block, tokens, num_warps=4,
         )  # fmt: skip
-    return out
+    return x_RH
 
 
-def combine(out: Tensor, rows: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
-    """out: [R, H] in the sorted order -> [T, H], the sum of each token's rows, weighted by weights [T, top_k] if
-    given."""
-    n_tokens, width = rows.shape[0] // top_k, operator.index(out.shape[1])
-    y = torch.empty((n_tokens, width), dtype=out.dtype, device=out.device)
+def combine(y_RH: Tensor, rows: Tensor, top_k: int, weights_TK: Tensor | None = None) -> Tensor:
+    """y: [R, H] in the sorted order -> [T, H], the sum of each token's rows, weighted by weights [T, K] if there are
+    any."""
+    n_tokens, width = rows.shape[0] // top_k, operator.index(y_RH.shape[1])
+    y_TH = torch.empty((n_tokens, width), dtype=y_RH.dtype, device=y_RH.device)
     if n_tokens:
         block, tokens = _tile(width)
         launch(
             _combine_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
-            y, out, rows, out if weights is None else weights, n_tokens, weights is not None,
-            tl.float64 if out.dtype == torch.float64 else tl.float32, top_k, width, block, tokens, num_warps=8,
+            y_TH, y_RH, rows, y_RH if weights_TK is None else weights_TK, n_tokens, weights_TK is not None,
+            tl.float64 if y_RH.dtype == torch.float64 else tl.float32, top_k, width, block, tokens, num_warps=8,
         )  # fmt: skip
-    return y
+    return y_TH
 
 
 _TILES = {8: (16, 16, 16, 4, 1), 4: (64, 64, 32, 4, 3), 2: (128, 128, 64, 8, 3)}
@@ -331,11 +334,11 @@ def _(a, b, offsets):
     return a.new_empty((offsets.shape[0] - 1, a.shape[1], b.shape[1]))
 
 
-def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """a: [R, K] contiguous; b: [E, K, N]; offsets: [E + 1] int32, from 0 to R. Returns [R, N] of a's dtype."""
-    return (_rows_op if torch.compiler.is_compiling() else _rows)(a, b, offsets)
+def grouped_mm(a_RM: Tensor, b_EMN: Tensor, offsets: Tensor) -> Tensor:
+    """a: [R, M] contiguous; b: [E, M, N]; offsets: [E + 1] int32, from 0 to R. Returns [R, N] of a's dtype."""
+    return (_rows_op if torch.compiler.is_compiling() else _rows)(a_RM, b_EMN, offsets)
 
 
-def grouped_mm_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def grouped_mm_outer(a_RM: Tensor, b_RN: Tensor, offsets: Tensor) -> Tensor:
     """a: [R, M], b: [R, N], both contiguous; offsets: [E + 1] int32, from 0 to R. Returns [E, M, N] of a's dtype."""
-    return (_outer_op if torch.compiler.is_compiling() else _outer)(a, b, offsets)
+    return (_outer_op if torch.compiler.is_compiling() else _outer)(a_RM, b_RN, offsets)

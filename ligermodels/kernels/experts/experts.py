@@ -4,12 +4,15 @@ quantised weights (QLoRA) or both.
     [gate | up] = x W1[e]^T + s1 (x A1[e]^T) B1[e]^T                  h = act(gate) * up
     y[t] = sum over the experts e of t of weights[t, e] * (h W2[e]^T + s2 (h A2[e]^T) B2[e]^T)
 
+Shapes, as in the suffixes of names: T tokens, K experts of each token, R = T K rows (sorted by expert), E experts, H
+hidden size, I inner size, G = 2 I; M and N are any sizes.
+
 What differs from moe.py:
 - Each product is a grouped matmul of its own: one for W, one for all A[e], one for all B[e]. W gets no gradient, so no
   tensor of its size is written.
 - Quantised weights are saved as they are, and dequantised for each matmul. When few tokens are decoded, only the
-  experts that they chose are dequantised, one copy for each of the T k rows.
-- The op saves for each of the T k rows: x if A1 is trained, gate_up, h and the expert's output, in all 2 H + 3 I
+  experts that they chose are dequantised, one copy for each of the T K rows.
+- The op saves for each of the T K rows: x if A1 is trained, gate_up, h and the expert's output, in all 2 H + 3 I
   numbers; with `recompute` it saves only x of each token.
 
 Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
@@ -25,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
-from ligermodels.kernels.experts._grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
+from ligermodels.kernels.experts._grouped_mm import combine, dispatch, grouped_mm, grouped_mm_outer, sort_by_expert
 from ligermodels.kernels.experts.moe import check_experts, moe_experts
 from ligermodels.kernels.linear.glu import glu
 from ligermodels.kernels.linear.linear import linears_reference
@@ -57,80 +60,82 @@ def _each(operand: LinearOperand, x: Tensor) -> list[LinearOperand]:
     return [LinearOperand(w, None, adapter._replace(a=a, b=b)) for w, a, b in factors]
 
 
-class _Spread(torch.autograd.Function):
-    """x: [T, H] -> [R, H], as `spread`."""
+class _Dispatch(torch.autograd.Function):
+    """x: [T, H] -> [R, H], as `dispatch`."""
 
     @staticmethod
-    def forward(ctx, x, rows, top_k):
+    def forward(ctx, x_TH, rows, top_k):
         ctx.save_for_backward(rows)
         ctx.top_k = top_k
-        return spread(x, rows, top_k)
+        return dispatch(x_TH, rows, top_k)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, dx_RH):
         (rows,) = ctx.saved_tensors
-        return combine(dy.contiguous(), rows, ctx.top_k), None, None
+        return combine(dx_RH.contiguous(), rows, ctx.top_k), None, None
 
 
 class _Grouped(torch.autograd.Function):
-    """x [R, K], contiguous -> [R, N]. weight: [E, N, K], or None where `bits`, a LowBitWeight, replaces it."""
+    """x [R, M], contiguous -> [R, N]. weight: [E, N, M], or None where `bits`, a LowBitWeight, replaces it."""
 
     @staticmethod
-    def forward(ctx, x, offsets, weight, bits):
+    def forward(ctx, x_RM, offsets, weight_ENM, bits):
         ctx.bits = bits
-        ctx.save_for_backward(offsets, weight, x if ctx.needs_input_grad[2] else None)
-        weight = weight if bits is None else bits.dequantize(x.dtype)
-        return grouped_mm(x, weight.transpose(1, 2), offsets)
+        ctx.save_for_backward(offsets, weight_ENM, x_RM if ctx.needs_input_grad[2] else None)
+        weight_ENM = weight_ENM if bits is None else bits.dequantize(x_RM.dtype)
+        return grouped_mm(x_RM, weight_ENM.transpose(1, 2), offsets)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        (offsets, weight, x), bits, dx, dy = ctx.saved_tensors, ctx.bits, None, dy.contiguous()
-        dweight = None if x is None else grouped_mm_outer(dy, x, offsets)
+    def backward(ctx, dy_RN):
+        (offsets, weight_ENM, x_RM), bits, dx_RM, dy_RN = ctx.saved_tensors, ctx.bits, None, dy_RN.contiguous()
+        dweight_ENM = None if x_RM is None else grouped_mm_outer(dy_RN, x_RM, offsets)
         if ctx.needs_input_grad[0]:
-            dx = grouped_mm(dy, weight if bits is None else bits.dequantize(dy.dtype), offsets)
-        return dx, None, dweight, None
+            dx_RM = grouped_mm(dy_RN, weight_ENM if bits is None else bits.dequantize(dy_RN.dtype), offsets)
+        return dx_RM, None, dweight_ENM, None
 
 
 class _Combine(torch.autograd.Function):
-    """y: [R, H]; weights: [T, k] -> [T, H], as `combine`."""
+    """y: [R, H]; weights: [T, K] -> [T, H], as `combine`."""
 
     @staticmethod
-    def forward(ctx, y, weights, slots, rows):
-        ctx.save_for_backward(y, weights, slots, rows)
-        return combine(y, rows, weights.shape[1], weights)
+    def forward(ctx, y_RH, weights_TK, slots, rows):
+        ctx.save_for_backward(y_RH, weights_TK, slots, rows)
+        return combine(y_RH, rows, weights_TK.shape[1], weights_TK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d):
-        y, weights, slots, rows = ctx.saved_tensors
-        dtype, slots = accumulator(y.dtype), slots.long()
-        d = spread(d, rows, weights.shape[1]).to(dtype)
-        d_weights = torch.empty_like(weights).view(-1)
-        d_weights[slots] = (d * y.to(dtype)).sum(1).to(weights.dtype)
-        return (d * weights.view(-1)[slots, None].to(dtype)).to(y.dtype), d_weights.view_as(weights), None, None
+    def backward(ctx, d_TH):
+        y_RH, weights_TK, slots, rows = ctx.saved_tensors
+        dtype, slots = accumulator(y_RH.dtype), slots.long()
+        d_RH = dispatch(d_TH, rows, weights_TK.shape[1]).to(dtype)
+        d_weights_TK = torch.empty_like(weights_TK)
+        d_weights_TK.view(-1)[slots] = (d_RH * y_RH.to(dtype)).sum(1).to(weights_TK.dtype)
+        dy_RH = (d_RH * weights_TK.view(-1)[slots, None].to(dtype)).to(y_RH.dtype)
+        return dy_RH, d_weights_TK, None, None
 
 
-def _linear(x: Tensor, operand: LinearOperand, offsets: Tensor) -> Tensor:
-    """The operand's layers of rows x [R, K]: [R, N]."""
+def _linear(x_RM: Tensor, operand: LinearOperand, offsets: Tensor) -> Tensor:
+    """The operand's layers of rows x [R, M]: [R, N]."""
     weight, _, adapter = operand
     bits = weight if isinstance(weight, LowBitWeight) else None
-    y = _Grouped.apply(x, offsets, None if bits else weight, bits)
+    y_RN = _Grouped.apply(x_RM, offsets, None if bits else weight, bits)
     if adapter is None:
-        return y
-    h = x.to(adapter.dtype or x.dtype)
+        return y_RN
+    h = x_RM.to(adapter.dtype or x_RM.dtype)
     for factor in (adapter.a, adapter.b):
         h = _Grouped.apply(h, offsets, factor.to(h.dtype).contiguous(), None)
-    return torch.add(y, h, alpha=adapter.scale).to(y.dtype)
+    return torch.add(y_RN, h, alpha=adapter.scale).to(y_RN.dtype)
 
 
 def _run(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *, activation: str
 ) -> Tensor:
     slots, rows, offsets = sort_by_expert(experts.contiguous(), gate_up.weight.shape[0])
-    z = _linear(_Spread.apply(x, rows, weights.shape[1]), gate_up, offsets)
-    return _Combine.apply(_linear(glu(z, activation=activation), down, offsets), weights.contiguous(), slots, rows)
+    x_RH = _Dispatch.apply(x, rows, weights.shape[1])
+    h_RI = glu(_linear(x_RH, gate_up, offsets), activation=activation)
+    return _Combine.apply(_linear(h_RI, down, offsets), weights.contiguous(), slots, rows)
 
 
 def _select(operands: tuple[LinearOperand, ...], experts: Tensor) -> tuple[Tensor, tuple[LinearOperand, ...]]:

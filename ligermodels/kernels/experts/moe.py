@@ -1,13 +1,16 @@
 """Mixture of experts: the routing of tokens to experts, and the experts' gated MLPs over the tokens they are sent.
 
-    route:        the k largest logits of each token, and their softmax: over these k alone, or over all
+    route:        the K largest logits of each token, and their softmax: over these K alone, or over all
     moe_experts:  y[t] = sum over j of weights[t, j] * down[e] @ (act(gate) * up),  e = experts[t, j],
                   [gate | up] = gate_up[e] @ x[t]
+
+Shapes, as in the suffixes of names: T tokens, K experts of each token, R = T K rows (sorted by expert), E experts, H
+hidden size, I inner size, G = 2 I. w1 and w2 are gate_up_proj and down_proj.
 
 What differs from a loop over experts:
 - A counting sort of two small kernels sorts the rows by expert, in token order; each grouped matmul runs over all
   experts. Nothing synchronises, and without atomics the results have the same bits each time.
-- Gathering, not scattering: a kernel sums the k rows of each token in fp32, weighted, and rounds once. It also computes
+- Gathering, not scattering: a kernel sums the K rows of each token in fp32, weighted, and rounds once. It also computes
   dx.
 - Saved: x, or the inputs of the norm before it (`_recompute`), the routing, and gate_up unless it is recomputed; not
   the sorted x, h = act(gate) * up, or the experts' outputs. The gradient of a routing weight is <dy @ down, h> of its
@@ -15,7 +18,7 @@ What differs from a loop over experts:
 - Under activation checkpointing, the second run of a block ends before h, the down projection and the sum: `_Experts`
   saves everything, `_Combine` nothing.
 
-Bytes per token at 2-byte dtypes beside the matmuls: forward k (6 I + 4 H) + 4 H, backward k (12 I + 6 H) + 6 H.
+Bytes per token at 2-byte dtypes beside the matmuls: forward K (6 I + 4 H) + 4 H, backward K (12 I + 6 H) + 6 H.
 
 Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; routing and precision as MixtralSparseMoeBlock in
 https://github.com/huggingface/transformers. Gathering instead of scattering, and the gradient of the weights from dh:
@@ -45,7 +48,7 @@ from ligermodels.kernels._triton import (
     triton,
     use_triton,
 )
-from ligermodels.kernels.experts._grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
+from ligermodels.kernels.experts._grouped_mm import combine, dispatch, grouped_mm, grouped_mm_outer, sort_by_expert
 from ligermodels.kernels.linear.glu import glu_forward, glu_reference
 from ligermodels.kernels.linear.operand import LinearOperand, autocast_dtype, check
 
@@ -93,18 +96,18 @@ def _route_kernel(
     e, j = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
     inside = (rows < n_rows) & (e < E)
     logits = tl.load(logits_ptr + rows * stride + e, mask=inside, other=0.0).to(ACC)
-    left = tl.where(e < E, logits, -float("inf"))
-    open_ = (e < E) & (rows >= 0)
-    largest = tl.max(left, 1, keep_dims=True)
+    remaining = tl.where(e < E, logits, -float("inf"))
+    unchosen = (e < E) & (rows >= 0)
+    largest = tl.max(remaining, 1, keep_dims=True)
     weights = tl.zeros([ROWS, BLOCK_K], ACC)
     experts = tl.zeros([ROWS, BLOCK_K], tl.int32)
     for i in tl.static_range(TOP_K):
-        top = tl.max(left, 1, keep_dims=True)
-        expert = tl.min(tl.where(open_ & (left == top), e, E - 1), 1, keep_dims=True)  # the first of equals
+        top = tl.max(remaining, 1, keep_dims=True)
+        expert = tl.min(tl.where(unchosen & (remaining == top), e, E - 1), 1, keep_dims=True)  # the first of equals
         weights = tl.where(j == i, exp(top - largest) if EXACT else tl.exp(top - largest), weights)
         experts = tl.where(j == i, expert, experts)
-        open_ &= e != expert
-        left = tl.where(open_, left, -float("inf"))
+        unchosen &= e != expert
+        remaining = tl.where(unchosen, remaining, -float("inf"))
     terms = weights
     if not NORMALIZE:
         terms = exp(logits - largest) if EXACT else tl.exp(logits - largest)
@@ -194,26 +197,28 @@ def _route_tile(num_experts: int, top_k: int) -> tuple[int, int, int]:
 
 
 def _backward(
-    dh: Tensor | None, gate_up: Tensor, weights: Tensor, slots: Tensor, activation: str, emit: bool, overwrite: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dh_RI: Tensor | None, gate_up_RG: Tensor, weights_TK: Tensor, slots: Tensor, activation: str, emit: bool,
+    overwrite: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(d_gate_up, over gate_up if `overwrite`; d_weights; weight * h, over dh, if `emit`) from dh."""
-    n_rows, width = gate_up.shape[0], operator.index(gate_up.shape[1]) // 2
-    d_gate_up = d_weights = None
-    h = gate_up.new_empty((n_rows, width)) if dh is None else dh
-    if dh is not None:
-        d_gate_up, d_weights = gate_up if overwrite else torch.empty_like(gate_up), torch.empty_like(weights)
+    n_rows, width = gate_up_RG.shape[0], operator.index(gate_up_RG.shape[1]) // 2
+    d_gate_up_RG = d_weights_TK = None
+    h_RI = gate_up_RG.new_empty((n_rows, width)) if dh_RI is None else dh_RI
+    if dh_RI is not None:
+        d_gate_up_RG = gate_up_RG if overwrite else torch.empty_like(gate_up_RG)
+        d_weights_TK = torch.empty_like(weights_TK)
     if n_rows:
         launch(
             _backward_kernel, (n_rows,),
-            d_gate_up, d_weights, h, gate_up, weights, slots,
-            tl.float64 if gate_up.dtype == torch.float64 else tl.float32, dh is not None, emit,
+            d_gate_up_RG, d_weights_TK, h_RI, gate_up_RG, weights_TK, slots,
+            tl.float64 if gate_up_RG.dtype == torch.float64 else tl.float32, dh_RI is not None, emit,
             activation, width, min(1024, next_power_of_2(width)), num_warps=4,
         )  # fmt: skip
-    return d_gate_up, d_weights, h if emit else None
+    return d_gate_up_RG, d_weights_TK, h_RI if emit else None
 
 
 class _Route(torch.autograd.Function):
-    """logits: [T, E] -> weights [T, k], experts [T, k]. Saves these, and unless `normalize` the logits."""
+    """logits: [T, E] -> weights [T, K], experts [T, K]. Saves these, and unless `normalize` the logits."""
 
     @staticmethod
     def forward(ctx, logits, top_k, normalize):
@@ -250,12 +255,12 @@ class _Route(torch.autograd.Function):
         return d_logits, None, None
 
 
-def _gate_up(x: Tensor, gate_up_proj: Tensor, rows: Tensor, offsets: Tensor, top_k: int) -> Tensor:
-    return grouped_mm(spread(x, rows, top_k), gate_up_proj.transpose(1, 2), offsets)
+def _gate_up(x_TH: Tensor, w1_EGH: Tensor, rows: Tensor, offsets: Tensor, top_k: int) -> Tensor:
+    return grouped_mm(dispatch(x_TH, rows, top_k), w1_EGH.transpose(1, 2), offsets)
 
 
 class _Experts(torch.autograd.Function):
-    """The forward up to gate_up, and the whole backward. Returns a placeholder of y's shape, and gate_up [R, 2I], which
+    """The forward up to gate_up, and the whole backward. Returns a placeholder of y's shape, and gate_up [R, G], which
     with `recompute` only the backward computes.
 
     `_Combine` computes y, and passes y's gradient to the placeholder. Activation checkpointing ends the second run of a
@@ -263,64 +268,69 @@ class _Experts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weights, gate_up_proj, down_proj, slots, rows, offsets, activation, recompute, handle):
+    def forward(ctx, x_TH, weights_TK, w1_EGH, w2_EHI, slots, rows, offsets, activation, recompute, handle):
         if not torch.compiler.is_compiling():  # Dynamo cannot trace it, and there unused zeros cost nothing
             ctx.set_materialize_grads(False)  # or the backward would be handed zeros of gate_up's size
-        gate_up = None if recompute else _gate_up(x, gate_up_proj, rows, offsets, weights.shape[1])
-        function, made_of = (None, (x,)) if handle is None else handle
+        gate_up_RG = None if recompute else _gate_up(x_TH, w1_EGH, rows, offsets, weights_TK.shape[1])
+        recompute_x, recompute_args = (None, (x_TH,)) if handle is None else handle
         if not (torch.compiler.is_compiling() or recompute or ctx.needs_input_grad[2]):
-            made_of = ()  # x is for gate_up and the gradient of its weight alone
-        ctx.save_for_backward(weights, gate_up_proj, down_proj, slots, rows, offsets, gate_up, *made_of)
-        ctx.options = activation, function
-        if gate_up is not None:
-            ctx.mark_non_differentiable(gate_up)
-        placeholder = x.new_empty(()).expand(x.shape)
-        return placeholder if recompute else (placeholder, gate_up)
+            recompute_args = ()  # x is for gate_up and the gradient of its weight alone
+        ctx.save_for_backward(weights_TK, w1_EGH, w2_EHI, slots, rows, offsets, gate_up_RG, *recompute_args)
+        ctx.options = activation, recompute_x
+        if gate_up_RG is not None:
+            ctx.mark_non_differentiable(gate_up_RG)
+        placeholder_TH = x_TH.new_empty(()).expand(x_TH.shape)
+        return placeholder_TH if recompute else (placeholder_TH, gate_up_RG)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, _=None):
-        weights, gate_up_proj, down_proj, slots, rows, offsets, gate_up, *made_of = ctx.saved_tensors
-        activation, function = ctx.options
-        need_x, need_weights, need_gate_up, need_down = ctx.needs_input_grad[:4]
-        top_k = weights.shape[1]
-        dx = d_gate_up_proj = d_down_proj = None
-        overwrite = not torch.compiler.is_compiling() if gate_up is None else may_overwrite(gate_up)
-        if gate_up is None:
-            gate_up = _gate_up(recomputed(function, made_of), gate_up_proj, rows, offsets, top_k)
-        dy = spread(dy, rows, top_k)
-        dh = grouped_mm(dy, down_proj, offsets) if need_x or need_weights or need_gate_up else None
-        d_gate_up, d_weights, h = _backward(dh, gate_up, weights, slots, activation, need_down, overwrite)
-        del gate_up  # under activation checkpointing, the last reference
-        if h is not None:
-            d_down_proj = grouped_mm_outer(dy, h, offsets)
-        del dy, dh, h
-        if need_gate_up and d_gate_up is not None:
-            d_gate_up_proj = grouped_mm_outer(d_gate_up, spread(recomputed(function, made_of), rows, top_k), offsets)
-        if need_x and d_gate_up is not None:
-            dx = combine(grouped_mm(d_gate_up, gate_up_proj, offsets), rows, top_k)
-        return dx, d_weights if need_weights else None, d_gate_up_proj, d_down_proj, *[None] * 6
+    def backward(ctx, dy_TH, _=None):
+        weights_TK, w1_EGH, w2_EHI, slots, rows, offsets, gate_up_RG, *recompute_args = ctx.saved_tensors
+        activation, recompute_x = ctx.options
+        need_x, need_weights, need_w1, need_w2 = ctx.needs_input_grad[:4]
+        top_k = weights_TK.shape[1]
+        dx_TH = dw1_EGH = dw2_EHI = None
+        overwrite = not torch.compiler.is_compiling() if gate_up_RG is None else may_overwrite(gate_up_RG)
+        if gate_up_RG is None:
+            gate_up_RG = _gate_up(recomputed(recompute_x, recompute_args), w1_EGH, rows, offsets, top_k)
+        dy_RH = dispatch(dy_TH, rows, top_k)
+        del dy_TH
+        dh_RI = grouped_mm(dy_RH, w2_EHI, offsets) if need_x or need_weights or need_w1 else None
+        d_gate_up_RG, d_weights_TK, h_RI = _backward(
+            dh_RI, gate_up_RG, weights_TK, slots, activation, need_w2, overwrite
+        )
+        del gate_up_RG  # under activation checkpointing, the last reference
+        if h_RI is not None:
+            dw2_EHI = grouped_mm_outer(dy_RH, h_RI, offsets)
+        del dy_RH, dh_RI, h_RI
+        if need_w1 and d_gate_up_RG is not None:
+            x_RH = dispatch(recomputed(recompute_x, recompute_args), rows, top_k)
+            dw1_EGH = grouped_mm_outer(d_gate_up_RG, x_RH, offsets)
+            del x_RH
+        if need_x and d_gate_up_RG is not None:
+            dx_TH = combine(grouped_mm(d_gate_up_RG, w1_EGH, offsets), rows, top_k)
+        return dx_TH, d_weights_TK if need_weights else None, dw1_EGH, dw2_EHI, *[None] * 6
 
 
 class _Combine(torch.autograd.Function):
-    """placeholder: [T, H], for the gradient; gate_up: [R, 2I], or None to compute it from x -> y [T, H].
+    """placeholder: [T, H], for the gradient; gate_up: [R, G], or None to compute it from x -> y [T, H].
 
     Saves nothing: see `_Experts`.
     """
 
     @staticmethod
-    def forward(ctx, placeholder, gate_up, x, weights, gate_up_proj, down_proj, rows, offsets, activation):
-        top_k = weights.shape[1]
-        if gate_up is None:
-            gate_up = _gate_up(x, gate_up_proj, rows, offsets, top_k)
-        h = glu_forward(gate_up, None, True, activation)
-        del gate_up
-        return combine(grouped_mm(h, down_proj.transpose(1, 2), offsets), rows, top_k, weights)
+    def forward(ctx, placeholder_TH, gate_up_RG, x_TH, weights_TK, w1_EGH, w2_EHI, rows, offsets, activation):
+        top_k = weights_TK.shape[1]
+        if gate_up_RG is None:
+            gate_up_RG = _gate_up(x_TH, w1_EGH, rows, offsets, top_k)
+        h_RI = glu_forward(gate_up_RG, None, True, activation)
+        del gate_up_RG
+        return combine(grouped_mm(h_RI, w2_EHI.transpose(1, 2), offsets), rows, top_k, weights_TK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        return dy, *[None] * 8
+    def backward(ctx, dy_TH):
+        return dy_TH, *[None] * 8
 
 
 def route(logits: Tensor, *, top_k: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
@@ -351,9 +361,9 @@ def moe_experts(
 ) -> Tensor:  # fmt: skip
     """Each token's weighted sum of the outputs of its experts, which are gated MLPs without biases.
 
-    x: [T, H]; weights: [T, k], floating point; experts: [T, k], integers in [0, E): others make the token's row NaN on
+    x: [T, H]; weights: [T, K], floating point; experts: [T, K], integers in [0, E): others make the token's row NaN on
     a GPU, and raise on a CPU; gate_up_proj: [E, 2I, H], rows [gate | up] of each expert; down_proj: [E, H, I];
-    activation: as in `glu`; recompute: the backward recomputes gate_up, T k rows of 2I, with one more matmul. Returns
+    activation: as in `glu`; recompute: the backward recomputes gate_up, T K rows of 2I, with one more matmul. Returns
     [T, H] of x's dtype; under torch.autocast of the autocast dtype, to which x and the projections are cast. Raises
     InputError for shapes, dtypes or devices that do not fit.
     """
@@ -391,7 +401,7 @@ def moe_experts(
     gate_up_proj, down_proj = gate_up_proj.contiguous(), down_proj.contiguous()
     weights = weights.contiguous()
     order = sort_by_expert(experts.contiguous(), down_proj.shape[0])
-    made = _Experts.apply(x, weights, gate_up_proj, down_proj, *order, activation, recompute, handle_of(x))
-    placeholder, gate_up = (made, None) if recompute else made
+    output = _Experts.apply(x, weights, gate_up_proj, down_proj, *order, activation, recompute, handle_of(x))
+    placeholder_TH, gate_up_RG = (output, None) if recompute else output
     constants = (t.detach() for t in (x, weights, gate_up_proj, down_proj))
-    return _Combine.apply(placeholder, gate_up, *constants, *order[1:], activation)
+    return _Combine.apply(placeholder_TH, gate_up_RG, *constants, *order[1:], activation)
