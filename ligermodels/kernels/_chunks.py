@@ -276,8 +276,8 @@ class Opaque:
     def __call__(self, *args: Any) -> Any:
         if not torch.compiler.is_compiling():
             return self.run(*args)
-        found = iter(self.op(*[each for x in args for each in (x if isinstance(x, tuple) else (x,))]))
-        return [None if t is None else next(found) for t in self.like(*args)]
+        outputs = iter(self.op(*[each for x in args for each in (x if isinstance(x, tuple) else (x,))]))
+        return [None if t is None else next(outputs) for t in self.like(*args)]
 
 
 def _present(tensors: Iterable[Tensor | None]) -> list[Tensor]:

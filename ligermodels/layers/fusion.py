@@ -22,7 +22,7 @@ def linears_part(layer: nn.Module, inputs: Sequence[str], at: FusionContext, out
     reasons = {name: reason for name, module in modules.items() if (reason := why_not_fused(module)) is not None}
     if not reasons:
         operands = operands_of(layer.get_submodule(name) for name in names) or []  # none for weights that FSDP gathers
-        if "formula" in (chosen(operands[: len(inputs)]), chosen(operands[len(inputs) :])):
+        if "torch" in (chosen(operands[: len(inputs)]), chosen(operands[len(inputs) :])):
             return FusionPart(part, "each by itself, by PyTorch", False, "autocast casts their input or weights")
         why = _why_not_joint(layer, inputs, at.gathered)
         fused_op = "one op" if output else "one matmul"

@@ -20,7 +20,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def tile_sizes(kernel: str, size: int, itemsize: int, short: bool, tma: bool) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, warps, stages) of a kernel. short: windows or packed sequences, of short intervals."""
     table = _EXACT if itemsize > 2 else _HOPPER if tma else _PORTABLE
-    row = table[next(most for most in table if size <= most)]
+    row = table[next(largest for largest in table if size <= largest)]
     return row.get(kernel + " short", row[kernel]) if short else row[kernel]
 
 

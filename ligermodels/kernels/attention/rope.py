@@ -184,8 +184,8 @@ def _rotate(
         next_power_of_2(max(1, head_dim - 2 * half)),
         next_power_of_2(head_dim),
     )
-    most = max(1, 1024 // block_half)
-    block_q, block_k = min(next_power_of_2(num_heads), most), min(next_power_of_2(num_kv_heads), most)
+    max_heads = max(1, 1024 // block_half)
+    block_q, block_k = min(next_power_of_2(num_heads), max_heads), min(next_power_of_2(num_kv_heads), max_heads)
     launch(
         _rope_kernel, (batch * length,),
         out, q, k, from_v, cos, sin, length,
@@ -396,11 +396,11 @@ def rope_to_cache_reference(
     if scales is not None:
         (k, of_k), (v, of_v) = quantize_heads(k), quantize_heads(v)
         new = k, v, of_k, of_v
-    for held, x in zip((keys, values, *(scales or ())), new, strict=True):
-        if held.stride(0) == 0:  # torch does not write to expanded memory
-            held[:1][torch.zeros_like(rows), slots] = x[:, 0]
+    for buffer, x in zip((keys, values, *(scales or ())), new, strict=True):
+        if buffer.stride(0) == 0:  # torch does not write to expanded memory
+            buffer[:1][torch.zeros_like(rows), slots] = x[:, 0]
         else:
-            held[rows, slots] = x[:, 0]
+            buffer[rows, slots] = x[:, 0]
     return q
 
 
@@ -445,7 +445,7 @@ def rope_to_cache(
     q = q if q.stride()[2:] == (size, 1) else q.contiguous()
     k, v, half = last_dim_contiguous(k), last_dim_contiguous(v), operator.index(cos.shape[-1])
     num_heads, block_half = operator.index(q.shape[2]), next_power_of_2(half)
-    most, overlap = max(1, 1024 // block_half), overlaps_launches(q)
+    max_heads, overlap = max(1, 1024 // block_half), overlaps_launches(q)
     launch(
         _cache_kernel, (len(q), 3),
         q, k, v, keys, values, *(scales or (keys, values)), cos, sin, ends, keys.shape[1],
@@ -453,7 +453,7 @@ def rope_to_cache(
         *(scales[0].stride()[:2] if scales else (0, 0)), 0 if cos.shape[0] == 1 else cos.stride(0),
         ring, scales is not None, num_heads, operator.index(heads), size, half,
         block_half, next_power_of_2(max(1, size - 2 * half)), next_power_of_2(size),
-        min(next_power_of_2(num_heads), most), min(next_power_of_2(heads), most), overlap,
+        min(next_power_of_2(num_heads), max_heads), min(next_power_of_2(heads), max_heads), overlap,
         num_warps=4, **overlapping(overlap),
     )  # fmt: skip
     return q

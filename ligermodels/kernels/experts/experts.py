@@ -186,7 +186,7 @@ def experts_of(
     count, rows, _ = gate_up.weight.shape
     (gate_up,) = check("experts", "x", x, x.shape[-1], [gate_up], ("gate_up ",), count)
     (down,) = check("experts", "x", x, rows // 2, [down], ("down ",), count)
-    if how == "chosen":
+    if how == "selected_experts":
         experts, (gate_up, down) = _select((gate_up, down), experts)
     x = x.to(autocast_dtype(x) or x.dtype)
     run: Any = functools.partial(_run if use_triton(x) else experts_reference, activation=activation)

@@ -274,10 +274,10 @@ def _products_ptx(dtype: str) -> str:
     products (`less`); then the pairs of x, as in `_x_operand`. Nibbles i and i + 4 of a word become a pair of floats:
     n - 8 in fp16; in bf16, with one instruction less, 128 + n or 16 + n.
     """
-    one, less = ("0x3F803F80", "0xC308C308") if dtype == "bf16" else ("0x3C003C00", "0xE408E408")
+    ones, less = ("0x3F803F80", "0xC308C308") if dtype == "bf16" else ("0x3C003C00", "0xE408E408")
     lines = [
         ".reg .b32 t; .reg .b32 one; .reg .b32 less; .reg .b32 u<4>; .reg .b32 v<4>; .reg .b32 w<4>; .reg .f32 y<4>;",
-        f".reg .f32 a; .reg .f32 b; .reg .pred odd; .reg .pred none; mov.b32 one, {one}; mov.b32 less, {less};",
+        f".reg .f32 a; .reg .f32 b; .reg .pred odd; .reg .pred none; mov.b32 one, {ones}; mov.b32 less, {less};",
         "mov.b64 {u0, u1}, $4; mov.b64 {u2, u3}, $5; mov.b64 {v0, v1}, $6; mov.b64 {v2, v3}, $7;",
         "mov.f32 y0, $14; mov.f32 y1, $15; mov.f32 y2, $14; mov.f32 y3, $15;",
     ]

@@ -31,29 +31,30 @@ def flatten_adapters(
     weights: Sequence[Weight], adapters: Sequence[Adapter | None]
 ) -> tuple[tuple[Tensor, ...], Parts]:  # fmt: skip
     """(factors: every A, then every B; parts). adapters: of each weight's layer, or None."""
-    found, parts, row, rank, dtype = [], [], 0, 0, None
+    factors_a, factors_b, parts, row, rank, dtype = [], [], [], 0, 0, None
     for weight, adapter in zip(weights, adapters, strict=True):
         end = row + weight.shape[0]
         if adapter is not None:
-            found.append(adapter)
+            factors_a.append(adapter.a)
+            factors_b.append(adapter.b)
             r = adapter.a.shape[0]
             parts.append((slice(row, end), slice(rank, rank + r), adapter.scale))
             rank += r
             if adapter.dtype is not None:
                 dtype = adapter.dtype if dtype is None else torch.promote_types(dtype, adapter.dtype)
         row = end
-    return (*[one.a for one in found], *[one.b for one in found]), (parts, dtype)
+    return (*factors_a, *factors_b), (parts, dtype)
 
 
-class Branch:
+class LoRABranch:
     """The adapters of layers whose outputs are side by side; built without autograd.
 
     factors, parts: from `flatten_adapters`. dtype: of x; the adapters compute in it unless `parts` has another.
     """
 
     def __init__(self, factors: Sequence[Tensor], parts: Parts, dtype: torch.dtype):
-        self.factors, (self.parts, own) = factors, parts
-        self.dtype = dtype if own is None else torch.promote_types(dtype, own)  # x and dy are cast to it
+        self.factors, (self.parts, wider) = factors, parts
+        self.dtype = dtype if wider is None else torch.promote_types(dtype, wider)  # x and dy are cast to it
         self.splits = dtype == torch.bfloat16 and self.dtype == torch.float32 and _can_split(factors[0])
         count = len(self.parts)
         # Under autocast torch.cat takes fp32 and autocast's dtype alone.
@@ -61,8 +62,8 @@ class Branch:
         self.a = torch.cat(rows).to(self.dtype)  # [sum r_i, K]
         self.b = [b.to(self.dtype) for b in factors[count:]]
         if self.splits:
-            self.dtype, self.a = dtype, split(self.a, left=False, rows=True)
-            self.b = [split(b, left=False) for b in self.b]
+            self.dtype, self.a = dtype, split(self.a, is_left=False, rows=True)
+            self.b = [split(b, is_left=False) for b in self.b]
             self.parts = [
                 (columns, slice(PARTS * at.start, PARTS * at.stop), scale) for columns, at, scale in self.parts
             ]
@@ -74,7 +75,7 @@ class Branch:
             return x.to(self.dtype) @ self.a.t()
         h = x.new_empty(x.shape[0], self.a.shape[0], dtype=torch.float32)
         _set_product(h, x, self.a.t())
-        return split(h, left=True, summed=True)
+        return split(h, is_left=True, summed=True)
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
         """Adds the adapters' outputs for x [T, K] to y [T, sum N_i]. Returns H [T, sum r_i]."""
@@ -88,7 +89,7 @@ class Branch:
         dh = dy.new_empty(dy.shape[0], self.a.shape[0], dtype=torch.float32 if self.splits else self.dtype)
         for (columns, ranks, scale), b in zip(self.parts, self.b, strict=True):
             _set_product(dh[:, ranks], dy[:, columns].to(self.dtype), b, scale)
-        return split(dh, left=True, summed=True) if self.splits else dh
+        return split(dh, is_left=True, summed=True) if self.splits else dh
 
     def add_input_gradient(self, dx: Tensor, dh: Tensor) -> Tensor:
         """Adds dH A, the adapters' part, to dx [T, K]."""

@@ -42,16 +42,16 @@ def _split_kernel(out_ptr, x_ptr, N, INNER, LEFT: tl.constexpr, SUM: tl.constexp
     tl.store(out_ptr + at + 5 * INNER, second, mask=mask)
 
 
-def split(x: Tensor, *, left: bool, rows: bool = False, summed: bool = False) -> Tensor:
+def split(x: Tensor, *, is_left: bool, rows: bool = False, summed: bool = False) -> Tensor:
     """The six parts of fp32 x [M, N] in bf16: [M, 6 N], the parts of an element side by side; with `rows` [6 M, N].
 
-    left: in the order of a left factor. summed: x is a product [M, 6 N] with a right factor, and is summed first.
+    is_left: in the order of a left factor. summed: x is a product [M, 6 N] with a right factor, and is summed first.
     """
     inner = x.shape[1] if rows else 1
     count = x.numel() // PARTS if summed else x.numel()
     shape = x.shape if summed else (PARTS * x.shape[0], x.shape[1]) if rows else (x.shape[0], PARTS * x.shape[1])
     x, out = x.contiguous(), x.new_empty(shape, dtype=torch.bfloat16)
-    launch(_split_kernel, (cdiv(count, _BLOCK),), out, x, count, inner, left, summed, _BLOCK)
+    launch(_split_kernel, (cdiv(count, _BLOCK),), out, x, count, inner, is_left, summed, _BLOCK)
     return out
 
 

@@ -64,15 +64,15 @@ def to_fp32(scale):
 @triton.constexpr_function
 def _halves(dtype: str) -> str:
     """PTX: the low and the high e4m3 of two int16."""
-    kind, left, right, mask, factor = {
+    kind, shift_left, shift_right, mask, factor = {
         "bf16": ("bf16x2", 4, 4, 0x07F007F0, 0x7B807B80),  # 2 ** 120
         "fp16": ("f16x2", 7, 1, 0x3F803F80, 0x5C005C00),  # 2 ** 8
     }[dtype]
     return (
         "{ .reg .b32 a; .reg .b32 b; .reg .b32 factor; .reg .b32 none; "
         f"mov.b32 factor, {factor}; mov.b32 none, 0x80008000; "  # -0
-        f"shl.b32 b, $2, 8; shl.b32 a, $2, {left}; and.b32 a, a, {mask}; lop3.b32 a, b, 0x80008000, a, 0xea; "
-        f"shr.u32 b, $2, {right}; and.b32 b, b, {mask}; lop3.b32 b, $2, 0x80008000, b, 0xea; "
+        f"shl.b32 b, $2, 8; shl.b32 a, $2, {shift_left}; and.b32 a, a, {mask}; lop3.b32 a, b, 0x80008000, a, 0xea; "
+        f"shr.u32 b, $2, {shift_right}; and.b32 b, b, {mask}; lop3.b32 b, $2, 0x80008000, b, 0xea; "
         f"fma.rn.{kind} $0, a, factor, none; fma.rn.{kind} $1, b, factor, none; }}"
     )
 

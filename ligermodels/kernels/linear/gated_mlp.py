@@ -40,7 +40,7 @@ from ligermodels.kernels.linear._gemv import gemv
 from ligermodels.kernels.linear.activation import activate_reference
 from ligermodels.kernels.linear.glu import GLULinear, check_glu, glu_backward, glu_forward, glu_reference
 from ligermodels.kernels.linear.joint import rows_of
-from ligermodels.kernels.linear.linear import Layers, flatten, linears_reference, without_biases
+from ligermodels.kernels.linear.linear import JointLinears, flatten, linears_reference, without_biases
 from ligermodels.kernels.linear.low_bit import Weight
 from ligermodels.kernels.linear.operand import LinearOperand, autocast_dtype, check, choose_mlp
 from ligermodels.kernels.linear.quantized import quantized_glu, quantized_linear
@@ -99,26 +99,26 @@ class _MLP(torch.autograd.Function):
     def forward(ctx, x, options, *leaves):
         z, handle, rows, first, last, gated, activation, width, count = options
         need_x, _, *needs = ctx.needs_input_grad
-        make_x, made_of = (None, (x,)) if handle is None else handle
+        recompute_x, recompute_args = (None, (x,)) if handle is None else handle
         reads_z = need_x or True in needs[:count] or True in without_biases(needs[count:], 1)
         if not (True in without_biases(needs[:count], first[0]) or (reads_z and z is None)):
-            make_x, made_of = None, ()
+            recompute_x, recompute_args = None, ()
         of_first = leaves[:count] if z is None else without_biases(leaves[:count], first[0])
-        ctx.save_for_backward(*of_first, *without_biases(leaves[count:], 1), z if reads_z else None, *made_of)
-        ctx.options = make_x, rows, first, last, gated, activation, count
+        ctx.save_for_backward(*of_first, *without_biases(leaves[count:], 1), z if reads_z else None, *recompute_args)
+        ctx.options = recompute_x, rows, first, last, gated, activation, count
         return x.new_empty((*x.shape[:-1], width))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        make_x, rows, first, last, gated, activation, count = ctx.options
+        recompute_x, rows, first, last, gated, activation, count = ctx.options
         (need_x, _, *needs), saved = ctx.needs_input_grad, ctx.saved_tensors
         total, lead, dy = len(needs), dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
         chunks = slices(len(dy), rows)
         several = len(chunks) > 1
-        first = Layers(saved[:count], first, dy.dtype, needs[:count], several)
-        last = Layers(saved[count:total], last, dy.dtype, needs[count:], several)
-        saved_z, *made_of = saved[total:]
+        first = JointLinears(saved[:count], first, dy.dtype, needs[:count], several)
+        last = JointLinears(saved[count:total], last, dy.dtype, needs[count:], several)
+        saved_z, *recompute_args = saved[total:]
         need_z, need_h = need_x or True in needs[:count], True in without_biases(needs[count:], 1)
         if not (need_z or need_h):
             chunks = []
@@ -126,10 +126,10 @@ class _MLP(torch.autograd.Function):
         overwrite = need_z and (rows is not None or (saved_z.is_contiguous() and may_overwrite(saved_z)))
         x: Any = None
         x_chunk, dx, z, dz, workspace = x, x, x, x, x
-        if made_of:
-            x = (made_of[0] if make_x is None else make_x(*made_of)).reshape(-1, hidden)
-        if need_x and (several or make_x is not None):
-            dx = x.new_empty(x.shape) if make_x is None else x  # of each chunk, x is read before dx is written
+        if recompute_args:
+            x = (recompute_args[0] if recompute_x is None else recompute_x(*recompute_args)).reshape(-1, hidden)
+        if need_x and (several or recompute_x is not None):
+            dx = x.new_empty(x.shape) if recompute_x is None else x  # of each chunk, x is read before dx is written
         if chunks and rows is not None:
             workspace = dy.new_empty(min(rows, len(dy)), width)
         if several:  # once for all chunks: dequantising takes more time than a matmul of 128 tokens
@@ -173,7 +173,7 @@ def _run(
     """The MLP by the Triton kernels. rows: see `_MLP`."""
     (leaves, of_first), (more, of_last), width = flatten(first), flatten([last]), last.weight.shape[0]
     with torch.no_grad():
-        inner, outer = Layers(leaves, of_first, x.dtype), Layers(more, of_last, x.dtype)
+        inner, outer = JointLinears(leaves, of_first, x.dtype), JointLinears(more, of_last, x.dtype)
         z = inner.run(x)[0] if rows is None else None
     if torch.is_grad_enabled():
         options = z, handle_of(x), rows, of_first, of_last, gated, activation, width, len(leaves)
@@ -221,7 +221,7 @@ def mlp_of(
     (last,) = check(where, "x", x, inner // 2 if gated else inner, [last], layers[-1:])
     if (cast := autocast_dtype(x)) is not None:
         x = x.to(cast)
-    if how == "bits":
+    if how == "low_bit":
         return _few_rows(x, first, last, activation)
     options: Any = dict(gated=gated, activation=activation)
     if how == "op":
@@ -245,7 +245,7 @@ def _few_rows(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, ac
     if use_triton(x):
         h = gemv(x, gate, gate_bias, up=up, up_bias=up_bias, activation=activation)
     else:
-        h = glu_reference(Layers(*flatten(first), x.dtype).run(x)[0], activation=activation)
+        h = glu_reference(JointLinears(*flatten(first), x.dtype).run(x)[0], activation=activation)
     return gemv(h, last.weight, last.bias)
 
 

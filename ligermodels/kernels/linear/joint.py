@@ -63,11 +63,11 @@ def make_joint(parameters: Sequence[Tensor]) -> None:
             return
     if len({(p.dtype, p.device, p.shape[1:], p.dim(), p.is_inference()) for p in parameters}) > 1:
         return
-    left: dict[int, int] = {}  # bytes of each storage that belong to no parameter
+    unused: dict[int, int] = {}  # bytes of each storage that belong to no parameter
     for p in parameters:
         storage = p.untyped_storage()
-        left[storage._cdata] = left.get(storage._cdata, storage.nbytes()) - p.nbytes
-    if any(left.values()) or joint(parameters) is not None:
+        unused[storage._cdata] = unused.get(storage._cdata, storage.nbytes()) - p.nbytes
+    if any(unused.values()) or joint(parameters) is not None:
         return
     with torch.inference_mode(parameters[0].is_inference()), torch.no_grad():
         whole = torch.cat([p.data for p in parameters])

@@ -28,7 +28,7 @@ from ligermodels.kernels._gradients import accumulate, accumulate_grad, target, 
 from ligermodels.kernels._recompute import Handle, handle_of, recomputed
 from ligermodels.kernels._triton import accumulator, apply, once_differentiable, use_triton
 from ligermodels.kernels.linear._gemv import MAX_ROWS, gemv
-from ligermodels.kernels.linear._lora import Branch, flatten_adapters
+from ligermodels.kernels.linear._lora import LoRABranch, flatten_adapters
 from ligermodels.kernels.linear.joint import as_one, as_one_layer, rows_of
 from ligermodels.kernels.linear.low_bit import LowBitWeight, dequantized, has_bits
 from ligermodels.kernels.linear.operand import Biases, LinearOperand, autocast_dtype, check, choose, kernel_of
@@ -37,15 +37,15 @@ from ligermodels.kernels.linear.quantized import quantized_linear
 
 def linears_reference(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
     """The layers one after the other, by PyTorch's own functions, which autograd, autocast and transforms see."""
-    found = []
+    outputs = []
     for weight, bias, adapter in operands:
         y = F.linear(x, weight, bias) if isinstance(weight, Tensor) else _frozen_linear(x, weight, bias)
         if adapter is not None:
             dtype = adapter.dtype or x.dtype
             h = F.linear(x.to(dtype), adapter.a.to(dtype))
             y = (y + adapter.scale * F.linear(h, adapter.b.to(h.dtype))).to(y.dtype)
-        found.append(y)
-    return found[0] if len(found) == 1 else torch.cat(found, -1)
+        outputs.append(y)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
 def _frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tensor:
@@ -63,7 +63,7 @@ def _frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tens
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """F.linear(x, weight, bias), into `out` [T, N] for x [T, K] where given, by the fastest kernel."""
-    return Layers((weight, bias), (1, None, None), x.dtype).run(x, out)[0]
+    return JointLinears((weight, bias), (1, None, None), x.dtype).run(x, out)[0]
 
 
 def _side_by_side(
@@ -114,7 +114,7 @@ def weight_gradients(weights: Sequence[Any], needs: Sequence[bool], dy: Tensor, 
 
 
 def flatten(operands: Sequence[LinearOperand]) -> tuple[Sequence[Tensor | None], tuple[int, Any, Any]]:
-    """(leaves, rest), from which a forward and its backward each build `Layers`.
+    """(leaves, rest), from which a forward and its backward each build `JointLinears`.
 
     leaves: the tensors that may be trained: a weight for each layer (None if quantised); a bias for each layer, left
     out if no layer has a bias or an adapter; the factors of the adapters. An autograd.Function saves them as they are,
@@ -123,16 +123,16 @@ def flatten(operands: Sequence[LinearOperand]) -> tuple[Sequence[Tensor | None],
     weights, biases, adapters = zip(*operands, strict=True)
     count, bits, parts = len(weights), None, None
     factors: tuple[Tensor, ...] = ()
-    if _given(adapters) is not None:
+    if _none_if_empty(adapters) is not None:
         factors, parts = flatten_adapters(weights, adapters)
     if has_bits(weights):
         bits = [None if isinstance(weight, Tensor) else weight for weight in weights]
         weights = tuple([weight if isinstance(weight, Tensor) else None for weight in weights])
-    biases = biases if factors or _given(biases) is not None else ()
+    biases = biases if factors or _none_if_empty(biases) is not None else ()
     return weights + biases + factors, (count, bits, parts)
 
 
-def _given(values: Sequence[Any]) -> Any:
+def _none_if_empty(values: Sequence[Any]) -> Any:
     """The values, or None if all are None."""
     for value in values:
         if value is not None:
@@ -147,7 +147,7 @@ def without_biases(leaves: Sequence[Any], count: int) -> Sequence[Any]:
     return *leaves[:count], *(None,) * count, *leaves[2 * count :]
 
 
-class Layers:
+class JointLinears:
     """Linear layers of one input, with outputs side by side: computes outputs and gradients without autograd.
 
     leaves, rest: from `flatten`. dtype: of x; adapters compute in it by default. needs: whether each leaf needs a
@@ -166,9 +166,9 @@ class Layers:
         self.has_bits, self.branch = bits is not None, None
         if bits is not None:
             self.weights = [w if low is None else low for w, low in zip(self.weights, bits, strict=True)]
-        self.biases = _given(leaves[count : 2 * count]) if len(leaves) > count else None
+        self.biases = _none_if_empty(leaves[count : 2 * count]) if len(leaves) > count else None
         if parts is not None:
-            self.branch = Branch(leaves[2 * count :], parts, dtype)
+            self.branch = LoRABranch(leaves[2 * count :], parts, dtype)
         self.needs, self.several = needs, several
 
     def run(self, x: Tensor, out: Tensor | None = None, kernel: str = "") -> tuple[Tensor, Tensor | None]:
@@ -179,7 +179,7 @@ class Layers:
         weights: Any = self.weights
         if not kernel and (self.has_bits or x.numel() <= MAX_ROWS * x.shape[-1]):
             kernel = kernel_of(x, weights, self.biases)
-        if kernel == "bits":
+        if kernel == "low_bit":
             y = _side_by_side(x.reshape(-1, x.shape[-1]), weights, self.biases, out, quantized_linear)
             y = y.view(*x.shape[:-1], y.shape[1])
         elif self.has_bits:
@@ -247,7 +247,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, rest: tuple[int, Any, Any], handle: Handle | None, *leaves):
-        layers, saved = Layers(leaves, rest, x.dtype), without_biases(leaves, rest[0])
+        layers, saved = JointLinears(leaves, rest, x.dtype), without_biases(leaves, rest[0])
         y, h = layers.run(x)
         if True in without_biases(ctx.needs_input_grad[3:], rest[0]):
             saved = (*saved, h, x) if handle is None else (*saved, h, *handle.tensors)
@@ -259,13 +259,13 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         saved, (need_x, _, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
-        rest, function = ctx.options
+        rest, recompute_x = ctx.options
         count, rows, dx = len(needs), dy.flatten(0, -2), None
-        layers = Layers(saved[:count], rest, dy.dtype, needs)
+        layers = JointLinears(saved[:count], rest, dy.dtype, needs)
         dh = layers.inner_gradient(rows)
         if len(saved) > count:  # else before dx, so that x and dx are not in memory together
-            h, *made_of = saved[count:]
-            layers.add_gradients(rows, recomputed(function, made_of).flatten(0, -2), h, dh)
+            h, *recompute_args = saved[count:]
+            layers.add_gradients(rows, recomputed(recompute_x, recompute_args).flatten(0, -2), h, dh)
         if need_x:
             dx = layers.input_gradient(rows, dh).view(*dy.shape[:-1], layers.weights[0].shape[1])
         layers.add_bias_gradients(rows)
@@ -278,13 +278,13 @@ def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
     The caller may overwrite the result of several. Raises InputError for operands that do not fit x.
     """
     how = choose(operands, x)
-    if how == "formula" or (how == "matmul" and len(operands) == 1 and operands[0].is_dense):
+    if how == "torch" or (how == "matmul" and len(operands) == 1 and operands[0].is_dense):
         return linears_reference(x, operands)
-    if how not in ("gemv", "bits"):  # `choose` has checked the others: decoding is host-bound
+    if how not in ("gemv", "low_bit"):  # `choose` has checked the others: decoding is host-bound
         operands = check("linear", "x", x, x.shape[-1], operands)
     if how == "op" and not use_triton(x) and not has_bits([weight for weight, _, _ in operands]):
         return linears_reference(x, operands)  # which has a second derivative
     leaves, rest = flatten(operands)
     if how == "op":
         return apply(_Linear, x, rest, handle_of(x), *leaves)
-    return Layers(leaves, rest, x.dtype).run(x, kernel=how)[0]
+    return JointLinears(leaves, rest, x.dtype).run(x, kernel=how)[0]

@@ -75,7 +75,7 @@ class LowBitWeight:
     # ---- Rows ----
 
     def _rows(self) -> dict[str, Tensor]:
-        return {name: found for name in self.row_names if (found := getattr(self, name)) is not None}
+        return {name: rows for name in self.row_names if (rows := getattr(self, name)) is not None}
 
     def in_groups(self, groups: int) -> Self:
         """The weight [N, K] as the weight [E, N / E, K] of a group of E layers, over the same memory.
@@ -99,30 +99,30 @@ class LowBitWeight:
         Raises InputError unless all have one kind, shape and block, and each ends with a whole block.
         """
         first, shape = weights[0], weights[0].shape
-        known = {(one.options, tuple(one._rows())) for one in weights}
-        if len(known) > 1 or (first.block and math.prod(shape) % first.block):
+        kinds = {(weight.options, tuple(weight._rows())) for weight in weights}
+        if len(kinds) > 1 or (first.block and math.prod(shape) % first.block):
             raise InputError(
                 f"{len(weights)} weights {tuple(shape)} with blocks of {first.block} cannot be one stack: expected "
                 "weights of one kind, and a number of elements that the block divides"
             )
-        found: Any = {name: torch.cat([getattr(one, name) for one in weights]) for name in first._rows()}
-        return replace(first, shape=(len(weights) * shape[0], *shape[1:]), **found)
+        rows: Any = {name: torch.cat([getattr(weight, name) for weight in weights]) for name in first._rows()}
+        return replace(first, shape=(len(weights) * shape[0], *shape[1:]), **rows)
 
     def split(self, parts: int) -> list[Self]:
         """The weight as `parts` weights [N / parts, K], over the same memory: the inverse of `stack`."""
-        names, shape = self._rows(), (self.shape[0] // parts, *self.shape[1:])
-        each = zip(*(tensor.chunk(parts) for tensor in names.values()), strict=True)
-        return [replace(self, shape=shape, **dict(zip(names, one, strict=True))) for one in each]  # type: ignore[arg-type]
+        rows, shape = self._rows(), (self.shape[0] // parts, *self.shape[1:])
+        each = zip(*(tensor.chunk(parts) for tensor in rows.values()), strict=True)
+        return [replace(self, shape=shape, **dict(zip(rows, chunks, strict=True))) for chunks in each]  # type: ignore[arg-type]
 
     def select(self, index: Tensor) -> Self:
         """A copy [R, N, K] of some layers of a group. index [R]: integers on the device."""
 
-        def rows(tensor: Tensor) -> Tensor:
+        def select(tensor: Tensor) -> Tensor:
             bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # index_select does not support fp8
             return bits.unflatten(0, (self.shape[0], -1)).index_select(0, index).flatten(0, 1).view(tensor.dtype)
 
-        found: Any = {name: rows(tensor) for name, tensor in self._rows().items()}
-        return replace(self, shape=(index.numel(), *self.shape[1:]), **found)
+        rows: Any = {name: select(tensor) for name, tensor in self._rows().items()}
+        return replace(self, shape=(index.numel(), *self.shape[1:]), **rows)
 
 
 Weight = Tensor | LowBitWeight
@@ -151,11 +151,11 @@ def check_quantizable(weight: Tensor, kind: str) -> None:
 
 def dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> Sequence[Any]:
     """The weights as tensors: quantised ones are dequantised so that they are `joint`. Without autograd."""
-    found = [weight for weight in weights if isinstance(weight, LowBitWeight)]
-    if not found:
+    quantized = [weight for weight in weights if isinstance(weight, LowBitWeight)]
+    if not quantized:
         return weights
-    sizes = [math.prod(weight.shape) for weight in found]
-    parts = iter(torch.empty(sum(sizes), dtype=dtype, device=found[0].device).split(sizes))
+    sizes = [math.prod(weight.shape) for weight in quantized]
+    parts = iter(torch.empty(sum(sizes), dtype=dtype, device=quantized[0].device).split(sizes))
     return [
         weight.dequantize(out=next(parts).view(weight.shape)) if isinstance(weight, LowBitWeight) else weight
         for weight in weights

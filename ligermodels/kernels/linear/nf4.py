@@ -98,13 +98,13 @@ class NF4Weight(LowBitWeight):
 
 def nested_code() -> Tensor:
     """The 256 codes of absmax, fp32, ascending: 0, 1, and in each of seven decades the midpoints of 2^decade parts."""
-    positive = []
+    decades = []
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
-        positive.append(10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0))
-    found = torch.cat(positive)
+        decades.append(10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0))
+    positive = torch.cat(decades)
     ends = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")
-    return torch.cat([found, -found, ends]).sort().values
+    return torch.cat([positive, -positive, ends]).sort().values
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
@@ -145,8 +145,8 @@ def quantize_nf4(weight: Tensor, *, block: int = 64, double: bool = True) -> NF4
         packed.append((index[::2] << 4) | index[1::2])
         absmax.append(largest)
     bits = torch.cat(packed)[:, None]
-    made = NF4Weight("nf4", tuple(weight.shape), weight.dtype, block, bits, torch.cat(absmax), code)
-    return _nest(made) if double else made
+    quantized = NF4Weight("nf4", tuple(weight.shape), weight.dtype, block, bits, torch.cat(absmax), code)
+    return _nest(quantized) if double else quantized
 
 
 # ---- Dequantising ----

@@ -57,20 +57,20 @@ class LinearOperand(NamedTuple):
 def choose(operands: Sequence[LinearOperand], x: Tensor, *, routed_rows: int = 0) -> str:
     """How linear layers of one input x [..., K] run; operands: one or more, which `check` accepts.
 
-    "formula": PyTorch's own functions, layer by layer, where torch must see each: see `_needs_torch`.
+    "torch": PyTorch's own functions, layer by layer, where torch must see each: see `_needs_torch`.
     "op": one autograd.Function, where something needs a gradient. A single dense layer needs it only to recompute x, or
         to add to .grad in place; else "matmul", an F.linear that autograd sees.
     Else nothing needs a gradient, and `kernel_of` says which kernel runs.
 
     For experts, the operands are gate_up and down, with weights [E, N, K], and routed_rows is the number of their rows:
     "experts": one op for dense weights without adapters.
-    "chosen": few rows and no gradient: only the quantised weights that some row chose are dequantised.
+    "selected_experts": few rows and no gradient: only the quantised weights that some row chose are dequantised.
     "grouped": a grouped matmul for each weight and factor.
     """
     if len(operands[0].weight.shape) == 3:
         return _choose_experts(operands, x, routed_rows)
     if _needs_torch(x, operands):
-        return "formula"
+        return "torch"
     if not (torch.is_grad_enabled() and (x.requires_grad or needs_gradient(operands))):
         return kernel_of(x, [w for w, _, _ in operands], [b for _, b, _ in operands])
     if len(operands) == 1 and operands[0].is_dense:
@@ -87,13 +87,13 @@ def _choose_experts(operands: Sequence[LinearOperand], x: Tensor, routed_rows: i
     few = 0 < 2 * routed_rows <= operands[0].weight.shape[0] and not torch.compiler.is_compiling()
     if not few or (torch.is_grad_enabled() and (x.requires_grad or needs_gradient(operands))):
         return "grouped"
-    return "chosen" if has_bits([weight for weight, _, _ in operands]) else "grouped"
+    return "selected_experts" if has_bits([weight for weight, _, _ in operands]) else "grouped"
 
 
 def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool) -> str:
     """How an MLP runs: layers `first` of x [..., K], an activation, and the layer `last`.
 
-    "gemv" and "bits": the gated kernels, without a gradient; "bits" for one row. "formula": PyTorch's own, without
+    "gemv" and "low_bit": the gated kernels, without a gradient; "low_bit" for one row. "torch": PyTorch's own, without
     Triton and in transforms, and under torch.compile with adapters or quantised weights. "op": one autograd.Function,
     or without gradients the same computation. "traced": under torch.compile, F.linear, then one op for activation and
     last layer.
@@ -101,15 +101,15 @@ def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *
     layers = (*first, last)
     if torch.compiler.is_compiling():
         dense = use_triton(x) and all(operand.is_dense for operand in layers)
-        return "traced" if dense else "formula"
+        return "traced" if dense else "torch"
     if gated and x.numel() <= MAX_ROWS * x.shape[-1] and not any(adapter for _, _, adapter in layers):
         kernel = kernel_of(x, [w for w, _, _ in first], [b for _, b, _ in first])
         inner = sum(w.shape[0] for w, _, _ in first)
         of_last = kernel_of(x, (last.weight,), (last.bias,), columns=inner // 2)
-        fits = kernel != "bits" or (x.numel() == x.shape[-1] and len({w.kind for w, _, _ in first}) == 1)
+        fits = kernel != "low_bit" or (x.numel() == x.shape[-1] and len({w.kind for w, _, _ in first}) == 1)
         if kernel == of_last != "matmul" and fits and inner % 2 == 0:
             return kernel
-    return "op" if use_triton(x) and not in_transform() else "formula"
+    return "op" if use_triton(x) and not in_transform() else "torch"
 
 
 def needs_gradient(operands: Sequence[LinearOperand]) -> bool:
@@ -125,7 +125,7 @@ def needs_gradient(operands: Sequence[LinearOperand]) -> bool:
 def kernel_of(x: Tensor, weights: Sequence[Any], biases: Biases = None, *, columns: int | None = None) -> str:
     """The kernel for linear layers of x [..., K] where nothing needs a gradient.
 
-    "gemv": dense weights, one row, or in 16 bits up to three: see `gemv_takes`. "bits": up to `max_rows` rows and
+    "gemv": dense weights, one row, or in 16 bits up to three: see `gemv_takes`. "low_bit": up to `max_rows` rows and
     quantised weights, which are not dequantised. "matmul", by torch: everything else, also tensor subclasses,
     transforms, autocast, torch.compile, strided biases or rows of weights, and shapes and dtypes that do not fit.
     columns: K for layers that read the result of other layers instead of x.
@@ -136,11 +136,11 @@ def kernel_of(x: Tensor, weights: Sequence[Any], biases: Biases = None, *, colum
     of_bits = isinstance(first, LowBitWeight)
     if not 0 < size <= (first.max_rows if of_bits else MAX_ROWS) * width:
         return "matmul"
-    one = size == width
+    one_row = size == width
     if not use_triton(x):
-        if of_bits or not one or x.dtype != torch.bfloat16 or x.device.type != "cpu" or not _has_amx():
+        if of_bits or not one_row or x.dtype != torch.bfloat16 or x.device.type != "cpu" or not _has_amx():
             return "matmul"
-    elif not (of_bits or one) and x.dtype == torch.float32:
+    elif not (of_bits or one_row) and x.dtype == torch.float32:
         return "matmul"
     if x.dtype not in _DTYPES or torch.is_autocast_enabled(x.device.type) or in_transform():
         return "matmul"
@@ -167,8 +167,8 @@ def kernel_of(x: Tensor, weights: Sequence[Any], biases: Biases = None, *, colum
         if (b.dtype != dtype and not of_bits) or (with_gradients and b.requires_grad):
             return "matmul"
     if of_bits:
-        return "bits"
-    return "gemv" if one or gemv_takes(size // width, sum([w.shape[0] for w in weights]), columns) else "matmul"
+        return "low_bit"
+    return "gemv" if one_row or gemv_takes(size // width, sum([w.shape[0] for w in weights]), columns) else "matmul"
 
 
 @functools.cache

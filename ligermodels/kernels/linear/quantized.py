@@ -164,7 +164,7 @@ def _int4_ptx(dtype: str) -> str:
 
     The bits of n are put into the mantissas of two 16-bit floats at once.
     """
-    kind, base, less, one = {
+    kind, base, less, ones = {
         "bf16": ("bf16x2", 0x43004300, 0xC308C308, 0x3F803F80),  # 128 + n, -136 and 1
         "fp16": ("f16x2", 0x64006400, 0xE408E408, 0x3C003C00),  # 1024 + n, -1032 and 1
     }[dtype]
@@ -175,7 +175,7 @@ def _int4_ptx(dtype: str) -> str:
     )
     return (
         "{ .reg .b32 low; .reg .b32 high; .reg .b32 t; .reg .b32 less; .reg .b32 one; "
-        f"prmt.b32 low, $8, $9, 0x5410; prmt.b32 high, $8, $9, 0x7632; mov.b32 less, {less}; mov.b32 one, {one}; "
+        f"prmt.b32 low, $8, $9, 0x5410; prmt.b32 high, $8, $9, 0x7632; mov.b32 less, {less}; mov.b32 one, {ones}; "
         + nibbles + " }"
     )  # fmt: skip
 
@@ -279,7 +279,7 @@ def _rows_kernel(
 def quantized_linear(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """F.linear(x, weight, bias) [T, N], into `out` if given, for x [T, K]. `kernel_of` has returned "bits"."""
+    """F.linear(x, weight, bias) [T, N], into `out` if given, for x [T, K]. `kernel_of` has returned "low_bit"."""
     rows, (n, k), int4 = x.shape[0], weight.shape, weight.kind == "int4"
     if rows == 1 and not int4:
         return gemv(x, weight.packed, bias, out, scale=weight.scale)
@@ -304,7 +304,7 @@ def quantized_glu(
     x: Tensor, gate: QuantizedWeight, up: QuantizedWeight, gate_bias: Tensor | None, up_bias: Tensor | None, *,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """act(gate(x)) * up(x) of one row, for weights of one kind. `choose_mlp` has returned "bits"."""
+    """act(gate(x)) * up(x) of one row, for weights of one kind. `choose_mlp` has returned "low_bit"."""
     if gate.kind != "int4":
         of_up = dict(up=up.packed, up_bias=up_bias, up_scale=up.scale, activation=activation)
         return gemv(x, gate.packed, gate_bias, scale=gate.scale, **of_up)  # type: ignore[arg-type]

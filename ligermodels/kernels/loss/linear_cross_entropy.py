@@ -98,9 +98,9 @@ def _run(
     if rows.predicted is not None:
         rows = rows._replace(predicted=chunks.per_token(rows.predicted, -1))
     del workspace, chunks  # before dweight is rounded, which is a peak
-    found = gradients.take(place, x, None if undivided or bias is None else bias.dtype)
+    grads = gradients.take(place, x, None if undivided or bias is None else bias.dtype)
     factor = scales[1] if undivided and scales is not None else None
-    return _Results._make((*reduce_rows(rows, scales, options), *found, factor))
+    return _Results._make((*reduce_rows(rows, scales, options), *grads, factor))
 
 
 def _like(x, weight, bias, labels, class_weight, num_items, options, settings, needs):
@@ -186,9 +186,9 @@ def linear_cross_entropy(
     rows = last_dim_contiguous(x.reshape(-1, x.shape[-1]))
     y = labels.reshape(-1).contiguous()
     if reduction == "none":
-        found = rows_of_head(rows, weight, bias, y, class_weight, options, settings)
-        entropy = None if found.entropy is None else found.entropy.detach()
-        out = CrossEntropyOutput(found.loss, found.z_loss, found.correct, found.predicted, entropy)
+        per_token = rows_of_head(rows, weight, bias, y, class_weight, options, settings)
+        entropy = None if per_token.entropy is None else per_token.entropy.detach()
+        out = CrossEntropyOutput(per_token.loss, per_token.z_loss, per_token.correct, per_token.predicted, entropy)
     else:
         out = CrossEntropyOutput._make(
             _LinearCrossEntropy.apply(rows, weight, bias, y, class_weight, on_device(num_items_in_batch, x.device),

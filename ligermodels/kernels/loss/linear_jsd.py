@@ -175,8 +175,8 @@ def _run(
         factor = torch.full((), count, device=x.device) if valid is None else valid
         factor = factor.to(dtype).clamp(min=1).reciprocal()
     del workspaces, d_logits, chunks, teacher_x, w  # before dweight is rounded, a peak
-    found = gradients.take(place, x, None if undivided or bias is None else bias.dtype)
-    return _Results._make((loss, soft_loss, hard_loss, *found, factor))
+    grads = gradients.take(place, x, None if undivided or bias is None else bias.dtype)
+    return _Results._make((loss, soft_loss, hard_loss, *grads, factor))
 
 
 def _like(
@@ -299,12 +299,12 @@ def linear_jsd(
         )  # fmt: skip
     x, y = (last_dim_contiguous(t.reshape(-1, t.shape[-1])) for t in (student_x, teacher_x.detach()))
     settings = Settings(num_valid, workspace_bytes, dtypes[0], accum_dtype is not None)
-    found = _LinearJSD.apply(
+    losses = _LinearJSD.apply(
         x, student_weight, student_bias, y, teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(),
         None if labels is None else labels.reshape(-1).contiguous(),
         return_soft_hard_loss, dtypes[1], options, settings, torch.is_grad_enabled(),
     )  # fmt: skip
     if reduction == "none":
-        found = [None if t is None else t.view(tokens) for t in found]
-    return LinearJSDOutput._make(found) if return_soft_hard_loss else found[0]
+        losses = [None if t is None else t.view(tokens) for t in losses]
+    return LinearJSDOutput._make(losses) if return_soft_hard_loss else losses[0]

@@ -143,12 +143,12 @@ class _LinearLogprobs(torch.autograd.Function):
         tensors = x, weight, bias, labels, class_weight
         scalars = options, settings, temperature, return_mean, follows
         if torch.compiler.is_compiling():
-            *found, stats, _ = _forward_opaque(*tensors, *scalars)
+            *outputs, stats, _ = _forward_opaque(*tensors, *scalars)
         else:
             ctx.set_materialize_grads(False)
             saved_bytes = settings.whole_bytes(weight, ctx.needs[1]) if follows else 0
-            *found, stats, ctx.logits = _forward(*tensors, *scalars, saved_bytes)
-        rows = Rows._make(found)
+            *outputs, stats, ctx.logits = _forward(*tensors, *scalars, saved_bytes)
+        rows = Rows._make(outputs)
         ctx.save_for_backward(x, weight, bias, labels, class_weight, stats, rows.entropy)
         metrics = rows.z_loss, rows.correct, rows.predicted, rows.logits_mean
         ctx.mark_non_differentiable(*(t for t in metrics if t is not None))

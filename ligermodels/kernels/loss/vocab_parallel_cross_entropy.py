@@ -225,8 +225,8 @@ def _run(
         del z
     place = chunks.place
     del workspace, chunks  # before dweight is rounded, which is a peak
-    found = gradients.take(place, x, None if undivided or bias is None else bias.dtype)
-    return loss.sum(), [*found, scales[1] if undivided and scales is not None else None]
+    grads = gradients.take(place, x, None if undivided or bias is None else bias.dtype)
+    return loss.sum(), [*grads, scales[1] if undivided and scales is not None else None]
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

@@ -34,11 +34,11 @@ MAX_WIDTH = 16384, 8192
 _PIPELINE_BYTES = 48 * 1024 if torch.version.hip else 96 * 1024  # shared memory for loads in flight
 
 
-def _forward_tile(width: int, centred: bool) -> tuple[int, int, int]:
+def _forward_tile(width: int, is_layer_norm: bool) -> tuple[int, int, int]:
     """(columns, rows, warps) of a program: 16 elements per thread, or 32 with LayerNorm's two synchronising sums."""
     block = 1 << (width - 1).bit_length()
     rows = max(1, 2048 // block)
-    return block, rows, min(16, rows * block // (1024 if centred else 512))
+    return block, rows, min(16, rows * block // (1024 if is_layer_norm else 512))
 
 
 def _backward_tile(width: int, loads: int) -> tuple[int, int, int, int, int]:
@@ -57,26 +57,25 @@ def _backward_tile(width: int, loads: int) -> tuple[int, int, int, int, int]:
 
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
-    centred: bool, early: bool,
+    is_layer_norm: bool, cast_before_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, x + residual or x, statistics of each row)."""
-    given, shape, dtype, width = x, x.shape, x.dtype, operator.index(x.shape[-1])
-    heads = heads_of(x)
-    x, n_rows, *x_strides = as_heads(x, heads)
-    other, other_stride = x, x_strides[0]
+    shape, dtype, width, heads = x.shape, x.dtype, operator.index(x.shape[-1]), heads_of(x)
+    x_rows, n_rows, *x_strides = as_heads(x, heads)
+    other, other_stride = x_rows, x_strides[0]
     if residual is not None:
         dtype = dtype if residual.dtype == dtype else torch.promote_types(dtype, residual.dtype)
         other, _, other_stride = as_rows(residual)
     y = x.new_empty(shape, dtype=dtype)
-    total = given if residual is None else torch.empty_like(y)
-    stats = x.new_empty(n_rows * (1 + centred), dtype=accumulator(dtype))
+    total = x if residual is None else torch.empty_like(y)
+    stats = x.new_empty(n_rows * (1 + is_layer_norm), dtype=accumulator(dtype))
     if n_rows:
-        block, rows, warps = _forward_tile(width, centred)
+        block, rows, warps = _forward_tile(width, is_layer_norm)
         overlap = n_rows <= FEW_ROWS and overlaps_launches(x)
         launch(
-            forward_kernel, (cdiv(n_rows, rows),), y, total, stats, x, other,
-            x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(),
-            n_rows, *x_strides, other_stride, eps, offset, centred, early, residual is not None,
+            forward_kernel, (cdiv(n_rows, rows),), y, total, stats, x_rows, other,
+            x_rows if weight is None else weight.contiguous(), x_rows if bias is None else bias.contiguous(),
+            n_rows, *x_strides, other_stride, eps, offset, is_layer_norm, cast_before_weight, residual is not None,
             weight is not None, bias is not None, heads, width, block, rows, overlap,
             num_warps=warps, **overlapping(overlap),
         )  # fmt: skip
@@ -84,8 +83,8 @@ def _forward(
 
 
 def _backward(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, offset: float, centred: bool,
-    need_dx: bool, dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None,
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, offset: float,
+    is_layer_norm: bool, need_dx: bool, dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dx, dw, db); dw_dtype, db_dtype None: not needed."""
     shape, width = dy.shape, operator.index(dy.shape[-1])
@@ -111,7 +110,7 @@ def _backward(
         backward_kernel, (programs,),
         x if dx is None else dx, parts, dy, dtotal, x, x if weight is None else weight.contiguous(), stats,
         n_rows, *dy_strides, dtotal_stride, *x_strides,
-        offset, centred, add, weight is not None, need_dx, dw is not None, db is not None,
+        offset, is_layer_norm, add, weight is not None, need_dx, dw is not None, db is not None,
         heads, width, block, rest, rows, min(3, 1 + _PIPELINE_BYTES // stage), num_warps=warps,
     )  # fmt: skip
     if grads:
@@ -126,17 +125,17 @@ def _backward(
 class Norm(torch.autograd.Function):
     """x, residual: [..., N]; weight, bias: [N] -> y [..., N], and with a residual also the sum [..., N].
 
-    centred: LayerNorm, else RMSNorm. early: rounded to the output's dtype before the weight as well.
-    Saved for the backward: x (the sum, when there is one), the weight, and one fp32 number per row, or two if centred.
+    is_layer_norm: LayerNorm, else RMSNorm. cast_before_weight: rounded to the output's dtype before the weight as well.
+    Saved for the backward: x (the sum, when there is one), the weight, and one fp32 number per row, of LayerNorm two.
     """
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, offset, centred, early):
+    def forward(ctx, x, residual, weight, bias, eps, offset, is_layer_norm, cast_before_weight):
         if not torch.compiler.is_compiling():  # Dynamo cannot trace it, and there no gradient is ever None
             ctx.set_materialize_grads(False)
-        y, total, stats = _forward(x, residual, weight, bias, eps, offset, centred, early)
+        y, total, stats = _forward(x, residual, weight, bias, eps, offset, is_layer_norm, cast_before_weight)
         ctx.save_for_backward(total, weight, stats)
-        ctx.options = offset, centred
+        ctx.options = offset, is_layer_norm
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
         return y if residual is None else (y, total)
 
@@ -147,8 +146,8 @@ class Norm(torch.autograd.Function):
         need_dx = x is not None or r is not None
         dx, dw, db = dtotal, None, None
         if dy is not None:
-            (total, weight, stats), (offset, centred) = ctx.saved_tensors, ctx.options
-            dx, dw, db = _backward(dy, dtotal, total, weight, stats, offset, centred, need_dx, w, b)
+            (total, weight, stats), (offset, is_layer_norm) = ctx.saved_tensors, ctx.options
+            dx, dw, db = _backward(dy, dtotal, total, weight, stats, offset, is_layer_norm, need_dx, w, b)
         # Autograd casts dx to the dtype of each input.
         return *(None if t is None else dx for t in (x, r)), dw, db, None, None, None, None
 
@@ -156,13 +155,13 @@ class Norm(torch.autograd.Function):
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *options: float
 ) -> tuple[Tensor, Tensor]:
-    """(y, x + residual or x); options: eps, offset, centred, early, as in `Norm`.
+    """(y, x + residual or x); options: eps, offset, is_layer_norm, cast_before_weight, as in `Norm`.
 
     The handle of y runs the kernel again on the stored sum. It gives the same bits, except where x and the residual
     differ in dtype: there the compiler may sum a row in another order.
     """
-    made = apply(Norm, x, residual, weight, bias, *options)
-    y, total = (made, x) if residual is None else made
+    output = apply(Norm, x, residual, weight, bias, *options)
+    y, total = (output, x) if residual is None else output
     return attach(y, functools.partial(_recomputed, options), total, weight, bias), total
 
 

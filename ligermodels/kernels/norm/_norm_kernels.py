@@ -1,4 +1,4 @@
-"""The Triton kernels of `rms_norm` and `layer_norm`, which differ in a few lines, under CENTRED (LayerNorm).
+"""The Triton kernels of `rms_norm` and `layer_norm`, which differ in a few lines, under LAYER_NORM.
 
     y = (x - mean) * rstd * (offset + weight) + bias          over the last dim, of width N; mean is 0 in RMSNorm
 
@@ -65,10 +65,10 @@ def _load_bias(b_ptr, cols, N: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constex
 
 
 @triton.jit
-def _scaled(x_hat, w, b, EARLY: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr):
-    """x_hat * w + b. EARLY: rounds x_hat to OUT first."""
+def _scaled(x_hat, w, b, CAST_FIRST: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr):
+    """x_hat * w + b. CAST_FIRST: rounds x_hat to OUT before."""
     if WEIGHT:
-        if EARLY:
+        if CAST_FIRST:
             x_hat = x_hat.to(OUT).to(w.dtype)
         x_hat = x_hat * w
     if BIAS:
@@ -79,11 +79,11 @@ def _scaled(x_hat, w, b, EARLY: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.con
 @triton.jit(do_not_specialize=["n_rows"])
 def forward_kernel(
     y_ptr, total_ptr, stats_ptr, x_ptr, residual_ptr, w_ptr, b_ptr, n_rows, x_t, x_h, residual_stride,
-    eps: tl.constexpr, offset: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADD: tl.constexpr,
+    eps: tl.constexpr, offset: tl.constexpr, LAYER_NORM: tl.constexpr, CAST_FIRST: tl.constexpr, ADD: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows per program. stats: rstd of each row, and with CENTRED the means after them."""
+    """ROWS whole rows per program. stats: rstd of each row, and with LAYER_NORM the means after them."""
     wait_for_previous(OVERLAP)
     ACC: tl.constexpr = stats_ptr.dtype.element_ty
     OUT: tl.constexpr = y_ptr.dtype.element_ty
@@ -92,20 +92,20 @@ def forward_kernel(
     row_mask = rows < n_rows
     mask = row_mask[:, None] & (cols < N)[None, :]
     row = rows.to(tl.int64)[:, None]
-    own = row * N + cols
+    place = row * N + cols
     x = _load_sum(
         x_ptr + head_rows(rows, x_t, x_h, HEADS)[:, None] + cols, residual_ptr + row * residual_stride + cols,
-        total_ptr + own, mask, ADD, ACC,
+        total_ptr + place, mask, ADD, ACC,
     )  # fmt: skip
     w = _load_weight(w_ptr, cols, N, offset, WEIGHT, ACC)
     b = _load_bias(b_ptr, cols, N, BIAS, ACC)
-    if CENTRED:
+    if LAYER_NORM:
         mean = _mean(tl.sum(x, 1), 1.0 * N)
         tl.store(stats_ptr + n_rows + rows, mean, mask=row_mask)
         x = tl.where(mask, x - mean[:, None], 0.0)
     rstd = _rstd(tl.sum(x * x, 1), N, eps, OUT)
     tl.store(stats_ptr + rows, rstd, mask=row_mask)
-    tl.store(y_ptr + own, _scaled(x * rstd[:, None], w, b, EARLY, WEIGHT, BIAS, OUT), mask=mask)
+    tl.store(y_ptr + place, _scaled(x * rstd[:, None], w, b, CAST_FIRST, WEIGHT, BIAS, OUT), mask=mask)
 
 
 @triton.jit
@@ -118,10 +118,10 @@ def _columns(piece: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
 
 
 @triton.jit
-def _g(dy, w, CENTRED: tl.constexpr):
+def _g(dy, w, LAYER_NORM: tl.constexpr):
     """dy * w; for LayerNorm an fma with 0 rounds it, so that no fma with a later subtraction makes g - mean(g) != 0
     for equal g."""
-    if CENTRED:
+    if LAYER_NORM:
         return tl.fma(dy, tl.broadcast_to(w, dy.shape), tl.zeros(dy.shape, dy.dtype))
     else:
         return dy * w
@@ -130,11 +130,11 @@ def _g(dy, w, CENTRED: tl.constexpr):
 @triton.jit(do_not_specialize=["n_rows"])
 def backward_kernel(
     dx_ptr, parts_ptr, dy_ptr, dtotal_ptr, x_ptr, w_ptr, stats_ptr, n_rows, dy_t, dy_h, dtotal_stride, x_t, x_h,
-    offset: tl.constexpr, CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
+    offset: tl.constexpr, LAYER_NORM: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
     DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, HEADS: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx = (g - mean(g) - x_hat * mean(g * x_hat)) * rstd + dtotal, with g = dy * w, and mean(g) only if CENTRED.
+    """dx = (g - mean(g) - x_hat * mean(g * x_hat)) * rstd + dtotal, with g = dy * w, and mean(g) only if LAYER_NORM.
 
     A row is one tile of BLOCK columns, or two, of BLOCK and REST columns.
     This program's part of dw is row pid of parts; its part of db is row pid after all parts of dw, if there are any.
@@ -156,7 +156,7 @@ def backward_kernel(
         of_dy, of_x = head_rows(rows, dy_t, dy_h, HEADS)[:, None], head_rows(rows, x_t, x_h, HEADS)[:, None]
         mean = tl.zeros([ROWS], ACC)
         rstd = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)[:, None]
-        if CENTRED:
+        if LAYER_NORM:
             mean = tl.load(stats_ptr + n_rows + rows, mask=row_mask, other=0.0)
         dys = ()
         x_hats = ()
@@ -166,11 +166,11 @@ def backward_kernel(
             dys = dys + (tl.load(dy_ptr + of_dy + cols, mask=mask, other=0.0).to(ACC),)
             if DX or DW:
                 x = tl.load(x_ptr + of_x + cols, mask=mask, other=0.0).to(ACC)
-                if CENTRED:
+                if LAYER_NORM:
                     x -= mean[:, None]
                 x_hats = x_hats + (x * rstd,)
-        level = tl.zeros([ROWS], ACC)
-        along = tl.zeros([ROWS], ACC)
+        mean_g = tl.zeros([ROWS], ACC)
+        mean_gx = tl.zeros([ROWS], ACC)
         new_dw = ()
         new_db = ()
         for i in tl.static_range(PIECES):
@@ -179,24 +179,24 @@ def backward_kernel(
             if DB:
                 new_db = new_db + (db[i] + dys[i],)
             if DX:
-                g = _g(dys[i], weights[i], CENTRED)
-                along += tl.sum(g * x_hats[i], 1)
-                if CENTRED:
-                    level += tl.sum(g, 1)
+                g = _g(dys[i], weights[i], LAYER_NORM)
+                mean_gx += tl.sum(g * x_hats[i], 1)
+                if LAYER_NORM:
+                    mean_g += tl.sum(g, 1)
         if DW:
             dw = new_dw
         if DB:
             db = new_db
         if DX:
-            level *= 1.0 / N
-            along *= 1.0 / N
+            mean_g *= 1.0 / N
+            mean_gx *= 1.0 / N
             for i in tl.static_range(PIECES):
                 cols = _columns(i, BLOCK, REST)
                 mask = row_mask[:, None] & (cols < N)[None, :]
-                dx = _g(dys[i], weights[i], CENTRED)
-                if CENTRED:
-                    dx -= level[:, None]
-                dx = (dx - x_hats[i] * along[:, None]) * rstd
+                dx = _g(dys[i], weights[i], LAYER_NORM)
+                if LAYER_NORM:
+                    dx -= mean_g[:, None]
+                dx = (dx - x_hats[i] * mean_gx[:, None]) * rstd
                 if ADD:
                     dx += tl.load(dtotal_ptr + row * dtotal_stride + cols, mask=mask, other=0.0).to(ACC)
                 tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)

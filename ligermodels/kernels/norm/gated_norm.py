@@ -97,8 +97,8 @@ def _backward_kernel(
         d_weight += dy * h * gate
         tl.store(dz_ptr + rows * N + cols, (dy * h * weight * slope).to(dz_ptr.dtype.element_ty), mask=mask)
         g = dy * weight * gate
-        along = tl.sum(g * h, 1) * (1.0 / N)
-        tl.store(dx_ptr + rows * N + cols, ((g - h * along[:, None]) * rstd).to(dtype), mask=mask)
+        mean_gh = tl.sum(g * h, 1) * (1.0 / N)
+        tl.store(dx_ptr + rows * N + cols, ((g - h * mean_gh[:, None]) * rstd).to(dtype), mask=mask)
     inside = tl.arange(0, BLOCK) < N
     tl.store(parts_ptr + tl.program_id(0) * N + tl.arange(0, BLOCK), tl.sum(d_weight, 0), mask=inside)
 

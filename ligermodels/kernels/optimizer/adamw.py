@@ -172,8 +172,8 @@ def _adamw_on_cpu(
         fused(w, g, m, v)
         if size % _CPU_LANES:
             w, m, v = w[:size], m[:size], v[:size]
-        held = chunks[0], chunks[2], chunks[3]
-        _write(held, low, (w, m, v), rounding, seed, number, step, layout, start)
+        stored = pieces[0], pieces[2], pieces[3]
+        _write(stored, low, (w, m, v), rounding, seed, number, step, layout, start)
 
     starts = range(0, weight.numel(), _CPU_CHUNK)
     with ThreadPoolExecutor(max_workers=min(torch.get_num_threads(), len(starts))) as pool:
@@ -190,14 +190,14 @@ def _write(
         w, low = split_master(w)
         remainder.copy_(low)
     pairs = list(zip(tensors, (w, m, v), strict=True))
-    streams = [i for i, (held, x) in enumerate(pairs) if held.dtype == torch.bfloat16 and x.dtype == torch.float32]
+    streams = [i for i, (stored, x) in enumerate(pairs) if stored.dtype == torch.bfloat16 and x.dtype == torch.float32]
     if streams and rounding == "stochastic":
         bits = random_bits(w, streams, seed=seed, number=number, step=step, layout=layout, start=start)
         for stream, some in zip(streams, bits, strict=True):
             pairs[stream] = pairs[stream][0], round_stochastically(pairs[stream][1], some)
-    for held, x in pairs:
-        if held is not x:  # one of fp32 was changed in place
-            held.copy_(x)
+    for stored, x in pairs:
+        if stored is not x:  # one of fp32 was changed in place
+            stored.copy_(x)
 
 
 @triton.jit
@@ -305,9 +305,9 @@ def adamw(
     _check(weight, grad, exp_avg, exp_avg_sq, remainder, rounding, layout)
     if not weight.numel():
         return
-    given = weight, exp_avg, exp_avg_sq, remainder
-    held: Any = tuple(x if x is None or x.is_contiguous() else x.contiguous() for x in given)
-    w, m, v, r = held
+    updated = weight, exp_avg, exp_avg_sq, remainder
+    contiguous: Any = tuple(x if x is None or x.is_contiguous() else x.contiguous() for x in updated)
+    w, m, v, r = contiguous
     options: dict[str, Any] = dict(
         eps=eps, weight_decay=weight_decay, factor=factor, rounding=rounding, seed=seed, number=number, layout=layout
     )
@@ -322,15 +322,15 @@ def adamw(
         else:
             bias1, bias2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
         size, (first, inner, stride) = weight.numel(), layout
-        contiguous = inner == stride
-        whole_groups = first % 8 == 0 and (contiguous or (inner % 8 == 0 and stride % 8 == 0))
+        whole_rows = inner == stride
+        whole_groups = first % 8 == 0 and (whole_rows or (inner % 8 == 0 and stride % 8 == 0))
         launch(
             _adamw_kernel, (cdiv(size, _BLOCK),), w, grad.contiguous(), m, v, r, factor, step, lr, weight_decay, beta2,
             1 - beta1, 1 - beta2, bias1, bias2, eps, size, seed, first, inner, stride, number * 4,
-            isinstance(step, Tensor), isinstance(lr, Tensor), rounding == "stochastic", contiguous, whole_groups,
+            isinstance(step, Tensor), isinstance(lr, Tensor), rounding == "stochastic", whole_rows, whole_groups,
             _BLOCK, num_warps=4,
         )  # fmt: skip
-    for x, y in zip(given, held, strict=True):
+    for x, y in zip(updated, contiguous, strict=True):
         if x is not y:
             x.copy_(y)  # type: ignore[union-attr]
 
@@ -347,8 +347,8 @@ def _check(
         and (remainder is None or (remainder.shape == shape and remainder.dtype == torch.int16))
     ):
         tensors = {"weight": weight, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "remainder": remainder}
-        found = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in tensors.items() if x is not None)
-        raise InputError(f"adamw: {found}; expected floating dtypes of one shape, the remainder in int16")
+        described = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in tensors.items() if x is not None)
+        raise InputError(f"adamw: {described}; expected floating dtypes of one shape, the remainder in int16")
     if remainder is not None and weight.dtype != torch.bfloat16:
         raise InputError(f"adamw: a remainder beside a weight of {weight.dtype}; it completes bf16 weights to fp32")
     if rounding not in ROUNDINGS:

@@ -98,7 +98,7 @@ def test_few_rows_dequantise_the_chosen_experts_alone(device, poison, bits, rank
         experts = torch.tensor(chosen, dtype=torch.int32, device=device)[:, None]
         assert choose(operands, x, routed_rows=3) == "grouped"
         with torch.no_grad():
-            assert choose(operands, x, routed_rows=len(chosen)) == "chosen"
+            assert choose(operands, x, routed_rows=len(chosen)) == "selected_experts"
             y = experts_of(x, weights, experts, *operands)
             few, sizes[:] = set(sizes), []
             with monkeypatch.context() as patch:

@@ -109,9 +109,9 @@ def test_products_of_split_matrices_are_those_of_fp32(device, poison):
     """Each element to 2^-21, for a with parts side by side, b with parts below each other, and a sum of three parts."""
     a, b = torch.randn(40, 1, device=device), torch.randn(1, 30, device=device)
     exact = a.double() @ b.double()
-    left, right = split(a, left=True), split(b, left=False, rows=True)
+    left, right = split(a, is_left=True), split(b, is_left=False, rows=True)
     assert ((left.double() @ right.double() - exact).abs() <= 2**-21 * exact.abs()).all()
-    product = split(left[:, 2:3].float() @ right[:, :1].t().float(), left=True, summed=True)  # a1 b
+    product = split(left[:, 2:3].float() @ right[:, :1].t().float(), is_left=True, summed=True)  # a1 b
     parts = left[:, 2:3].double() @ b[:, :1].double()
     assert ((product[:, 2:5].double().sum(1, keepdim=True) - parts).abs() <= 2**-21 * parts.abs()).all()
 

@@ -169,12 +169,12 @@ def test_the_mlp(device, kind, rows, packed):
 def test_what_it_takes(device):
     (weight,) = weights(device, "int8", [4], 128)
     x = torch.randn(64, 128, device=device)
-    assert kernel_of(x, [weight], [None]) == "bits"
+    assert kernel_of(x, [weight], [None]) == "low_bit"
     for other in (x.repeat(2, 1), x[:0], x.double()):
         assert kernel_of(other, [weight], [None]) == "matmul"
     assert kernel_of(x, [weight, weight.dequantize()], [None, None]) == "matmul"
     (gate_up,) = weights(device, "int8", [256], 128)
-    for rows, kernel in ((1, "bits"), (2, "op")):
+    for rows, kernel in ((1, "low_bit"), (2, "op")):
         assert choose_mlp(x[:rows], [LinearOperand(gate_up)], LinearOperand(weight), gated=True) == kernel
     with torch.autocast(device, torch.bfloat16):
         assert kernel_of(x, [weight], [None]) == "matmul"
