@@ -172,7 +172,7 @@ def _adamw_on_cpu(
         fused(w, g, m, v)
         if size % _CPU_LANES:
             w, m, v = w[:size], m[:size], v[:size]
-        stored = pieces[0], pieces[2], pieces[3]
+        stored = chunks[0], chunks[2], chunks[3]
         _write(stored, low, (w, m, v), rounding, seed, number, step, layout, start)
 
     starts = range(0, weight.numel(), _CPU_CHUNK)
