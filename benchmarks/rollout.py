@@ -23,7 +23,7 @@ import torch
 from benchmarks import harness
 from benchmarks.harness import Row, synchronize, timed
 from benchmarks.train_cases import MODELS, changed, ours as our_model, theirs as their_model
-from ligermodels.recipes.examples import best_fit
+from ligermodels.recipes.data.examples import best_fit
 from ligermodels.recipes.grpo import GRPO, GRPOOptions
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample

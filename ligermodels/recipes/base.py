@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.layers import losses
 from ligermodels.processes import Processes
-from ligermodels.recipes import formats
-from ligermodels.recipes.examples import Batch, encode, packed_batch, show
+from ligermodels.recipes.data import formats
+from ligermodels.recipes.data.examples import Batch, encode, packed_batch, show
+from ligermodels.recipes.data.rows import Rows
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import load_model
 from ligermodels.recipes.options import TrainOptions
-from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import Metrics, StepBatches
 from ligermodels.text import Tokenizer
 from ligermodels.training.lora import adapters_off, save_adapter

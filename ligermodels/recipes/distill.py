@@ -20,7 +20,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.losses import LinearJSDLoss
 from ligermodels.processes import Processes
 from ligermodels.recipes.base import Recipe
-from ligermodels.recipes.examples import Batch
+from ligermodels.recipes.data.examples import Batch
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import check_length, sketch
 from ligermodels.recipes.recipe_options import DistillOptions

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ligermodels.layers import policy
 from ligermodels.recipes.base import decoder_inputs, next_token_loss, sum_over_ranks
-from ligermodels.recipes.examples import Batch, packed_batch
+from ligermodels.recipes.data.examples import Batch, packed_batch
 from ligermodels.recipes.recipe_options import GRPOOptions
 from ligermodels.recipes.report import say
 from ligermodels.recipes.rewards import Rewards

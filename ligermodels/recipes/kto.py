@@ -13,7 +13,7 @@ from torch import Tensor
 from ligermodels.layers.preference import kto_loss
 from ligermodels.processes import Processes
 from ligermodels.recipes.base import Recipe, mean_of, sum_over_ranks
-from ligermodels.recipes.examples import IGNORED, Batch, Comparison, Example
+from ligermodels.recipes.data.examples import IGNORED, Batch, Comparison, Example
 from ligermodels.recipes.preference import Preference, answer_lengths, logprobs
 from ligermodels.recipes.recipe_options import KTOOptions
 from ligermodels.recipes.steps import Metrics, on_device

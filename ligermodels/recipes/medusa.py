@@ -18,7 +18,7 @@ from torch import Tensor
 from ligermodels.arch.inputs import Targets
 from ligermodels.processes import Processes
 from ligermodels.recipes.base import Recipe
-from ligermodels.recipes.examples import Batch
+from ligermodels.recipes.data.examples import Batch
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import load_model
 from ligermodels.recipes.recipe_options import MedusaOptions

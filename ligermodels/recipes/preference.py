@@ -13,7 +13,7 @@ from torch import Tensor
 from ligermodels.arch.inputs import Targets
 from ligermodels.layers import preference as losses
 from ligermodels.recipes.base import Recipe, decoder_inputs, mean_of, sum_over_ranks
-from ligermodels.recipes.examples import IGNORED, Batch, Comparison, Example, encode_answers, show
+from ligermodels.recipes.data.examples import IGNORED, Batch, Comparison, Example, encode_answers, show
 from ligermodels.recipes.recipe_options import (
     CPOOptions,
     DPOOptions,

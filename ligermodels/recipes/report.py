@@ -18,7 +18,7 @@ from typing import Any
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.checkpoint.saving import replacing
 from ligermodels.processes import Processes
-from ligermodels.recipes.data import Data
+from ligermodels.recipes.data.batches import Data
 from ligermodels.recipes.memory import Sizes, available, estimate, fits, gib
 from ligermodels.recipes.options import TrainOptions
 

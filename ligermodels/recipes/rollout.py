@@ -23,12 +23,12 @@ from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
 from ligermodels.generation import generate_many
 from ligermodels.processes import Processes
-from ligermodels.recipes import formats
 from ligermodels.recipes.base import Recipe
-from ligermodels.recipes.examples import IGNORED, Batch, Example, best_fit, check_rendered
+from ligermodels.recipes.data import formats
+from ligermodels.recipes.data.examples import IGNORED, Batch, Example, best_fit, check_rendered
+from ligermodels.recipes.data.rows import Rows
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.report import say
-from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import Metrics, StepBatches, check_ids, on_device
 
 OFF: dict[str, Any] = dict.fromkeys(

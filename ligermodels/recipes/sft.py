@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.recipes.base import Recipe
-from ligermodels.recipes.examples import encode
+from ligermodels.recipes.data.examples import encode
 from ligermodels.recipes.recipe_options import PretrainOptions, SFTOptions
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.processes import Processes
-from ligermodels.recipes.data import Batches
-from ligermodels.recipes.examples import Batch
+from ligermodels.recipes.data.batches import Batches
+from ligermodels.recipes.data.examples import Batch
 from ligermodels.recipes.options import TrainOptions
 
 Metrics = dict[str, tuple[Any, Any]]

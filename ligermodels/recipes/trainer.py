@@ -38,8 +38,8 @@ from ligermodels.parallel import Checkpoints, make_mesh
 from ligermodels.processes import Processes
 from ligermodels.recipes import memory, model as models, report
 from ligermodels.recipes.base import Recipe
-from ligermodels.recipes.data import BadRowError, Data
-from ligermodels.recipes.examples import Batch, filled_batch
+from ligermodels.recipes.data.batches import BadRowError, Data
+from ligermodels.recipes.data.examples import Batch, filled_batch
 from ligermodels.recipes.options import TrainOptions, flag
 from ligermodels.recipes.report import say
 from ligermodels.recipes.steps import (

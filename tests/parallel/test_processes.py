@@ -12,7 +12,7 @@ from ligermodels.errors import HubError, InputError, LigermodelsError
 from ligermodels.parallel import make_mesh
 from ligermodels.parallel.mesh import Parallel
 from ligermodels.processes import Processes
-from ligermodels.recipes.data import BadRowError
+from ligermodels.recipes.data.batches import BadRowError
 from tests.parallel.ranks import on_ranks
 
 

@@ -3,7 +3,7 @@
 import torch
 
 import ligermodels
-from ligermodels.recipes.examples import Example, packed_batch
+from ligermodels.recipes.data.examples import Example, packed_batch
 
 TINY = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import ligermodels
 from ligermodels.cli import main
 from ligermodels.recipes import find
-from ligermodels.recipes.data import Data
+from ligermodels.recipes.data.batches import Data
 from ligermodels.text import Tokenizer
 from tests.parallel.ranks import on_ranks
 from tests.text import folders

@@ -13,7 +13,7 @@ from ligermodels.kernels._triton import as_if_capturing
 from ligermodels.processes import Processes
 from ligermodels.recipes import base, model, trainer
 from ligermodels.recipes.base import next_token_loss, num_labels
-from ligermodels.recipes.examples import filled_batch, packed_batch
+from ligermodels.recipes.data.examples import filled_batch, packed_batch
 from ligermodels.training import CapturedStep
 from tests.arch import qwen2_vl
 from tests.recipes import losses

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from ligermodels.errors import InputError
 from ligermodels.kernels.loss.jsd import jsd
 from ligermodels.processes import Processes
+from ligermodels.recipes.data.examples import encode
+from ligermodels.recipes.data.formats import read
 from ligermodels.recipes.distill import OnPolicy, distill_loss
-from ligermodels.recipes.examples import encode
-from ligermodels.recipes.formats import read
 from tests.recipes import losses, runs
 from tests.recipes.runs import SAMPLED, run
 

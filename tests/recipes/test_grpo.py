@@ -8,10 +8,10 @@ import torch
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
 from ligermodels.processes import Processes
+from ligermodels.recipes.data.rows import Rows
 from ligermodels.recipes.grpo import GRPO
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample
-from ligermodels.recipes.rows import Rows
 from tests.recipes import losses, runs
 from tests.recipes.runs import CHATS, REWARD, completions, metrics, on_two, run
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels import recipes
-from ligermodels.recipes import data, trainer
+from ligermodels.recipes import trainer
 from ligermodels.recipes.base import Recipe, sum_over_ranks
-from ligermodels.recipes.examples import Example, packed_batch
+from ligermodels.recipes.data.examples import Example, packed_batch
 from ligermodels.recipes.options import TrainOptions
 from tests.recipes.runs import FEW, TEXTS, WORDS, all_metrics, check_same, metrics, on_two, train
 
@@ -111,12 +111,12 @@ def test_a_recipe_without_labels(home, tmp_path, monkeypatch, capsys):
     assert found[4] < found[0] and not metrics(tmp_path / "here", "perplexity")
     on_two(tmp_path, lambda: run("two"))
     check_same(tmp_path / "two", tmp_path / "here")
-    monkeypatch.setattr(data, "encoding_workers", lambda *_, **__: 2)
+    monkeypatch.setattr("ligermodels.recipes.data.batches.encoding_workers", lambda *_, **__: 2)
     assert run("workers") == 0
     assert all_metrics(tmp_path / "workers") == all_metrics(tmp_path / "here")
 
 
 def test_the_page_quotes_the_protocol_of_an_example():
-    source = (Path(recipes.__file__).parent / "examples.py").read_text()
+    source = (Path(recipes.__file__).parent / "data" / "examples.py").read_text()
     protocol = re.search(r"class Trainable\(Protocol\):.*?(?=\n\n\n)", source, re.DOTALL)[0]
     assert protocol in PAGE.read_text()

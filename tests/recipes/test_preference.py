@@ -9,8 +9,8 @@ import torch
 import ligermodels
 from ligermodels.layers import preference
 from ligermodels.processes import Processes
-from ligermodels.recipes.examples import Example, encode_answers
-from ligermodels.recipes.formats import read
+from ligermodels.recipes.data.examples import Example, encode_answers
+from ligermodels.recipes.data.formats import read
 from tests.parallel.ranks import results_of_ranks
 from tests.recipes.runs import CHATS, PAIRS, batches_of, data_of, metrics, run, train
 

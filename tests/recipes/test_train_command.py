@@ -15,7 +15,7 @@ import ligermodels
 from ligermodels import Mixtral, Qwen3_5, Tokenizer, recipes
 from ligermodels.cli import main
 from ligermodels.recipes import memory, report
-from ligermodels.recipes.data import Batches
+from ligermodels.recipes.data.batches import Batches
 from ligermodels.recipes.recipe_options import SFTOptions
 from ligermodels.training import add_mtp, load_adapter
 from tests.recipes.runs import LEARN, check_answers, check_same, metrics, on_two, options_of, train, weights

@@ -8,8 +8,8 @@ import pytest
 
 import ligermodels
 from ligermodels.recipes import find, rollout
-from ligermodels.recipes.data import Data
-from ligermodels.recipes.rows import open_rows
+from ligermodels.recipes.data.batches import Data
+from ligermodels.recipes.data.rows import open_rows
 from ligermodels.recipes.trainer import train
 from tests.recipes.runs import PAIRS, SINGLE, WORDS, fake_sample, metrics
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError, TokenizerError
-from ligermodels.recipes.examples import IGNORED, Example, best_fit, encode, packed_batch, show
-from ligermodels.recipes.formats import Conversation, Text, Tokens
+from ligermodels.recipes.data.examples import IGNORED, Example, best_fit, encode, packed_batch, show
+from ligermodels.recipes.data.formats import Conversation, Text, Tokens
 from ligermodels.text import Tokenizer
 from tests.text import folders
 from tests.text.families import FAMILIES, theirs

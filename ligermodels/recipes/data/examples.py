@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels.errors import InputError, TokenizerError
-from ligermodels.recipes import images as of_images
-from ligermodels.recipes.formats import REASONING, Answers, Conversation, Text, Tokens
+from ligermodels.recipes.data import images as of_images
+from ligermodels.recipes.data.formats import REASONING, Answers, Conversation, Text, Tokens
 from ligermodels.text import Tokenizer, sandbox
 from ligermodels.text.batch import mask_of
 from ligermodels.text.chat import ChatTemplates
@@ -60,7 +60,7 @@ class Example:
 
     The first label is -100, since nothing predicts the first token.
     stops: the ids that stop the model, of which one should be trained; None for plain texts and for rows of ids.
-    doubts: what a run warns of, by the names of `data.WARNINGS`.
+    doubts: what a run warns of, by the names of `batches.WARNINGS`.
     """
 
     ids: list[int]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ligermodels.errors import HubError, InputError
-from ligermodels.recipes.rows import open_rows
+from ligermodels.recipes.data.rows import open_rows
 
 ROWS = [{"text": "one"}, {"text": "zwei \u2028 größer"}, {"other": {"deep": [1, None]}}, {"text": "\n\r\x85"}]
 GOOD = b'{"a": 1}\n'
@@ -68,7 +68,7 @@ WRONG_FILES = [
     ("a.jsonl", '{"a": 1}'.encode("utf-16"), "is not UTF-8; save the file as UTF-8, such as by `iconv -f utf-16"),
     ("a.jsonl.zst", b"x", r"unsupported extension: expected a name that ends in \.jsonl"),
     ("a.jsonl.gz", b"x", "is not a whole gzip file"),
-    ("a.jsonl.gz", gzip.compress(GOOD)[:-9], "is not a whole gzip file"),
+    ("a.jsonl.gz", gzip.compress(GOOD, mtime=0)[:-9], "is not a whole gzip file"),
 ]
 
 

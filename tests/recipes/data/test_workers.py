@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ligermodels.errors import TrainingError
-from ligermodels.recipes import data
-from ligermodels.recipes.workers import map_ahead
+from ligermodels.recipes.data import batches
+from ligermodels.recipes.data.workers import map_ahead
 from tests.processes import Child
 from tests.recipes.runs import reached, train
 
@@ -62,7 +62,7 @@ def all_end(pids):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_to_all_processes_ends_the_run_as_one_to_itself_does(home, number, monkeypatch, capfd):
-    monkeypatch.setattr(data, "encoding_workers", lambda *_, **__: 2)
+    monkeypatch.setattr(batches, "encoding_workers", lambda *_, **__: 2)
     out = home / f"all {number}"
     child, _, all_of_it = started(home, out, 130)
     start = time.monotonic()
@@ -74,8 +74,8 @@ def test_a_signal_to_all_processes_ends_the_run_as_one_to_itself_does(home, numb
 
 
 def test_a_process_that_is_killed_ends_the_run_with_a_message(home, monkeypatch, capfd):
-    monkeypatch.setattr(data, "encoding_workers", lambda *_, **__: 2)
-    monkeypatch.setitem(data.Batches.__init__.__kwdefaults__, "window", 20)
+    monkeypatch.setattr(batches, "encoding_workers", lambda *_, **__: 2)
+    monkeypatch.setitem(batches.Batches.__init__.__kwdefaults__, "window", 20)
     child, encoding, all_of_it = started(home, home / "one killed", 3)
     os.kill(encoding[0], signal.SIGKILL)
     assert child.wait() == 0

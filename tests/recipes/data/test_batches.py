@@ -13,22 +13,20 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from ligermodels.errors import InputError
-from ligermodels.recipes import data
-from ligermodels.recipes.data import Batches
-from ligermodels.recipes.examples import IGNORED, Example, packed_batch
-from ligermodels.recipes.formats import read
-from ligermodels.recipes.rows import Rows, open_rows, open_sources
+from ligermodels.recipes.data.batches import MAX_UNTRAINED, Batches
+from ligermodels.recipes.data.examples import IGNORED, Example, packed_batch
+from ligermodels.recipes.data.formats import read
+from ligermodels.recipes.data.rows import Rows, open_rows, open_sources
 from tests.recipes.runs import data_of, recipe_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:rows are cut")
-SHARE = data.MAX_UNTRAINED
 
 
 @pytest.fixture(autouse=True, scope="module")
 def any_share():
     """Rows without a trained token are counted, however many they are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "MAX_UNTRAINED", 1.0)
+        patch.setattr("ligermodels.recipes.data.batches.MAX_UNTRAINED", 1.0)
         yield
 
 
@@ -177,7 +175,7 @@ TOO_LITTLE = {  # sizes, process, length, the error or None
 @pytest.mark.parametrize("case", TOO_LITTLE)
 def test_too_little_to_train(case, monkeypatch):
     (sizes, process, length, error), skip_bad = TOO_LITTLE[case], "skipped" in case or case == "only bad"
-    monkeypatch.setattr(data, "MAX_UNTRAINED", SHARE)
+    monkeypatch.setattr("ligermodels.recipes.data.batches.MAX_UNTRAINED", MAX_UNTRAINED)
     for use in (list, Batches.count):
         batches = batches_of(sizes, process, length=length, window=50, shuffle=False, skip_bad=skip_bad, epochs=1)
         if error is None:

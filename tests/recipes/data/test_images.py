@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.recipes import find
-from ligermodels.recipes.data import Batches
-from ligermodels.recipes.examples import IGNORED, best_fit, encode, packed_batch, show
-from ligermodels.recipes.formats import read
-from ligermodels.recipes.rows import open_rows
+from ligermodels.recipes.data.batches import Batches
+from ligermodels.recipes.data.examples import IGNORED, best_fit, encode, packed_batch, show
+from ligermodels.recipes.data.formats import read
+from ligermodels.recipes.data.rows import open_rows
 from ligermodels.text import Tokenizer
 from tests.arch.suite import auto_class
 from tests.recipes.runs import check_same, metrics, on_two, options_of, train

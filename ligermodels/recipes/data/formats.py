@@ -23,8 +23,8 @@ from reprlib import repr as short
 from typing import Any
 
 from ligermodels.errors import InputError
-from ligermodels.recipes import images
-from ligermodels.recipes.rows import Rows, parse_json
+from ligermodels.recipes.data import images
+from ligermodels.recipes.data.rows import Rows, parse_json
 
 Message = dict[str, Any]
 _ROLES = dict.fromkeys(("human", "user"), "user") | {"system": "system", "function_call": "assistant"}

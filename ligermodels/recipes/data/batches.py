@@ -23,10 +23,10 @@ import torch
 
 from ligermodels.checkpoint import files
 from ligermodels.errors import InputError, TokenizerError
-from ligermodels.recipes.examples import best_fit
-from ligermodels.recipes.formats import format_of, label_of
-from ligermodels.recipes.rows import HookedLayer, Rows, held_out, open_rows, open_sources
-from ligermodels.recipes.workers import map_ahead
+from ligermodels.recipes.data.examples import best_fit
+from ligermodels.recipes.data.formats import format_of, label_of
+from ligermodels.recipes.data.rows import Joined, Rows, held_out, open_rows, open_sources
+from ligermodels.recipes.data.workers import map_ahead
 from ligermodels.text.chat import TemplateError
 
 WINDOW, WINDOW_OF_IMAGES = 1000, 64

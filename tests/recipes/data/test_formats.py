@@ -5,8 +5,8 @@ import json
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.recipes.formats import FORMATS, Answers, Conversation, Text, Tokens, detect, read
-from ligermodels.recipes.rows import open_rows
+from ligermodels.recipes.data.formats import FORMATS, Answers, Conversation, Text, Tokens, detect, read
+from ligermodels.recipes.data.rows import open_rows
 
 
 def user(text):
