@@ -1,4 +1,12 @@
-"""Training recipes: from a file of examples to a tuned model."""
+"""Training recipes: from a file of examples to a tuned model.
+
+trainer     the loop of all recipes; run_folder has its folder and processes, report all that it prints
+base        what a recipe gives the trainer; the others are sft, preference, kto, distill, medusa and grpo
+rollout     completions that the model samples; rewards judges them
+data/       rows, examples and batches; steps has the batches of a step, learning rates and means
+options     the options of all recipes, recipe_options those of each, other_tools their names elsewhere
+model       loads the model, tokenizer and optimizer; memory chooses what fits
+"""
 
 import importlib
 from typing import Any

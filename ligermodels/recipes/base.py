@@ -25,7 +25,7 @@ from ligermodels.training.lora import adapters_off, save_adapter
 class Recipe:
     """A recipe. Subclasses set Options and override `process`, `collate`, `loss` and whatever else differs.
 
-    options: the run's, complete but for what "auto" stands for. multiple: the tokens of a batch are a multiple of it.
+    options: the run's, complete but for what `complete` adds. multiple: the tokens of a batch are a multiple of it.
     """
 
     Options: ClassVar[type[TrainOptions]]
@@ -47,6 +47,13 @@ class Recipe:
     def of(cls, options: Any) -> "type[Recipe]":
         """The class of the recipe for these options: this one, or a subclass."""
         return cls
+
+    def complete(self, options: Any) -> None:
+        """Takes the options with what the data and the free memory decide: accumulation, precision and activations.
+
+        The trainer calls it once, after the rows are counted and before the model is loaded.
+        """
+        self.options = self.evaluation.options = options
 
     def __getstate__(self) -> dict[str, Any]:
         """Worker processes, in which `process` runs, get all attributes but models, processes and other recipes."""

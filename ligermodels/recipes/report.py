@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,27 @@ def left_out(counts: Mapping[str, int]) -> str:
 
 
 # ---- after it ----
+
+
+def resume_command(options: TrainOptions, processes: int, *, skip_bad: bool) -> str:
+    """The command that continues a run of so many processes."""
+    torchrun = f"torchrun --nproc-per-node {processes} -m " * (processes > 1)
+    file = shlex.quote(str(Path(options.output_dir) / "options.yaml"))
+    return f"{torchrun}ligermodels train {options.recipe} --config {file} --resume{' --skip-bad' * skip_bad}"
+
+
+def results(progress: Any, counts: Mapping[str, int], lines: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """What a run has done, as lines of the card by name. progress: a `trainer.Progress`. lines: of metrics.jsonl."""
+    facts = {
+        "tokens seen": f"{progress.tokens:,}, of which {progress.trained:,} were trained",
+        "rows read": f"{counts['rows']:,}, over all epochs{left_out(counts)}",
+        "speed": f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s in {progress.seconds:,.0f} s",
+    }
+    if progress.best_step >= 0:
+        facts["best evaluation"] = f"{progress.best:.4f}, after step {progress.best_step}"
+    last = {name: value for line in lines[-2:] for name, value in line.items()}
+    facts["at the end"] = ", ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in last.items())
+    return facts
 
 
 def write_card(options: TrainOptions, facts: Mapping[str, str], saved: Path) -> None:

@@ -134,7 +134,7 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.came = False
+        self.received = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
@@ -148,9 +148,9 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.came and number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
+        if self.received and number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise KeyboardInterrupt
-        self.came = True
+        self.received = True
 
 
 def learning_rate(step: int, steps: int, options: TrainOptions) -> float:
