@@ -84,6 +84,12 @@ def config_files(folder: Path, *more: str) -> dict[str, Path]:
     return {name: folder / name for name in names if (folder / name).is_file()}
 
 
+def takes_images(folder: Path) -> bool:
+    """Whether the model of a folder takes images, by its config.json."""
+    config = folder / "config.json"
+    return config.is_file() and "vision_config" in read_json(config)
+
+
 def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
     """The object in a JSON file; `lenient`: read by `lenient_json`. Raises CheckpointError."""
     if not os.path.lexists(path):

@@ -110,7 +110,7 @@ def load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
 def load_processor(args: argparse.Namespace) -> "Processor":
     """The processor of a model that takes images. Raises UsageError for a model of text."""
     folder = hub.resolve(args.model, revision=args.revision, local_files_only=args.local_files_only, weights=False)
-    if "vision_config" not in files.read_json(folder / "config.json"):
+    if not files.takes_images(folder):
         raise UsageError(f"--image: {args.model} reads no images; leave it out")
     from ligermodels.vision import Processor
 

@@ -15,7 +15,7 @@ from ligermodels.recipes.data import formats
 from ligermodels.recipes.data.examples import Batch, encode, packed_batch, show
 from ligermodels.recipes.data.rows import Rows
 from ligermodels.recipes.memory import Sizes
-from ligermodels.recipes.model import load_model
+from ligermodels.recipes.model import model_of
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.steps import Metrics, StepBatches
 from ligermodels.text import Tokenizer
@@ -25,7 +25,7 @@ from ligermodels.training.lora import adapters_off, save_adapter
 class Recipe:
     """A recipe. Subclasses set Options and override `process`, `collate`, `loss` and whatever else differs.
 
-    options: the run's, complete but for what `complete` adds. multiple: the tokens of a batch are a multiple of it.
+    options: the run's, complete but for what `complete` adds. processes: those of the run; one by default.
     """
 
     Options: ClassVar[type[TrainOptions]]
@@ -38,8 +38,8 @@ class Recipe:
     frozen_model: Any = None
     """The reference, where it is another model than the one that is trained."""
 
-    def __init__(self, options: Any, tokenizer: Tokenizer, multiple: int = 1) -> None:
-        self.options, self.tokenizer, self.multiple = options, tokenizer, multiple
+    def __init__(self, options: Any, tokenizer: Tokenizer, processes: Processes | None = None) -> None:
+        self.options, self.tokenizer, self.processes = options, tokenizer, processes or Processes()
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.evaluation: Recipe = self  # the recipe that evaluates
 
@@ -92,7 +92,7 @@ class Recipe:
 
     def collate(self, examples: Sequence[Any]) -> Batch:
         """The batch of these examples; without examples, a batch in which nothing is trained."""
-        return packed_batch(examples, self.pad_id, self.multiple)
+        return packed_batch(examples, self.pad_id, self.processes.ranks_per_batch)
 
     def show(self, example: Any) -> str:
         """An example as text, with trained tokens marked."""
@@ -112,12 +112,12 @@ class Recipe:
 
     def load(self, folder: Path, processes: Processes) -> Any:
         """The model, ready to train. folder: of MODEL."""
-        return load_model(self.options, folder, processes)
+        return model_of(self.options, folder, processes)
 
     def setup(self, model: Any, folder: Path, processes: Processes) -> None:
         """Makes what the loss needs beside the model, which is loaded: a reference, a teacher."""
         if self.options.frozen_copies:
-            self.frozen_model = load_model(self.options, folder, processes, frozen=True)
+            self.frozen_model = model_of(self.options, folder, processes, frozen=True)
 
     @contextlib.contextmanager
     def reference(self, model: Any) -> Iterator[Any]:

@@ -34,12 +34,12 @@ class Distill(Recipe):
 
     Options = DistillOptions
 
-    def __init__(self, options: Any, tokenizer: Tokenizer, multiple: int = 1) -> None:
-        super().__init__(options, tokenizer, multiple)
+    def __init__(self, options: Any, tokenizer: Tokenizer, processes: Processes | None = None) -> None:
+        super().__init__(options, tokenizer, processes)
         self.teacher_folder = hub.resolve(options.teacher)
         self.teacher_sketch = sketch(self.teacher_folder)
         self._check_tokenizers(Tokenizer.from_hub(self.teacher_folder))
-        check_length(options.max_length, self.teacher_sketch, "teacher")
+        check_length(options.max_length, self.teacher_sketch, "teacher", self.processes)
 
     def _check_tokenizers(self, teacher: Tokenizer) -> None:
         """Raises InputError if the teacher's tokens are not the student's."""
@@ -73,9 +73,9 @@ class Distill(Recipe):
 class OnPolicy(Sampling):
     """Rows are prompts, or chats without their last answer. Evaluations are off-policy, on the rows' own answers."""
 
-    def __init__(self, options: Any, tokenizer: Tokenizer, multiple: int = 1) -> None:
-        super().__init__(options, tokenizer, multiple)
-        self.evaluation = self.off_policy = Distill(options, tokenizer, multiple)
+    def __init__(self, options: Any, tokenizer: Tokenizer, processes: Processes | None = None) -> None:
+        super().__init__(options, tokenizer, processes)
+        self.evaluation = self.off_policy = Distill(options, tokenizer, processes)
 
     def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
         return super().memory(self.off_policy.memory(sizes, sketch), sketch)

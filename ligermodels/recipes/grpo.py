@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers import policy
+from ligermodels.processes import Processes
 from ligermodels.recipes.base import decoder_inputs, next_token_loss, sum_over_ranks
 from ligermodels.recipes.data.examples import Batch, packed_batch
 from ligermodels.recipes.recipe_options import GRPOOptions
@@ -25,8 +26,10 @@ class GRPO(Sampling):
     _has_warned = False  # of rewards that are all the same
     _deviation = 0.0  # the standard deviation of all rewards of a rollout
 
-    def __init__(self, options: GRPOOptions, tokenizer: Any, multiple: int = 1, rewards: Rewards | None = None) -> None:
-        super().__init__(options, tokenizer, multiple)
+    def __init__(
+        self, options: GRPOOptions, tokenizer: Any, processes: Processes | None = None, rewards: Rewards | None = None
+    ) -> None:
+        super().__init__(options, tokenizer, processes)
         self.rewards = rewards or Rewards.load(options.reward_funcs, options.reward_weights)
         self.evaluation = Greedy(self)
 
@@ -153,7 +156,7 @@ class Greedy(Sampling):
     """The recipe that evaluates GRPO: its loss is minus the mean reward of greedy completions. grpo: gives rewards."""
 
     def __init__(self, grpo: Any) -> None:
-        super().__init__(grpo.options, grpo.tokenizer, grpo.multiple)
+        super().__init__(grpo.options, grpo.tokenizer, grpo.processes)
         self.grpo = grpo
 
     @property

@@ -20,7 +20,7 @@ from ligermodels.processes import Processes
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.data.examples import Batch
 from ligermodels.recipes.memory import Sizes
-from ligermodels.recipes.model import load_model
+from ligermodels.recipes.model import model_of
 from ligermodels.recipes.recipe_options import MedusaOptions
 from ligermodels.recipes.steps import Metrics
 from ligermodels.training.medusa import add_medusa, save_medusa
@@ -66,7 +66,7 @@ class Medusa(Recipe):
         """The model with new heads."""
         o = self.options
         add = functools.partial(add_medusa, heads=o.heads, layers=o.head_layers, freeze=True)
-        return load_model(o, folder, processes, add)
+        return model_of(o, folder, processes, add)
 
     def save(self, model: Any, folder: Path) -> None:
         save_medusa(model, folder, base=self.options.model)

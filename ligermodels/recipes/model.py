@@ -1,7 +1,6 @@
 """The model of a run, its tokenizer and its optimizer, as the options say."""
 
 import math
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from ligermodels.training import AdamW, accumulate_in_place
 from ligermodels.training.lora import add_lora
 
 
-def find(options: TrainOptions) -> Path:
+def folder_of(options: TrainOptions) -> Path:
     """The folder of MODEL. Raises InputError for a folder of adapters, or of weights alone."""
     folder = hub.resolve(options.model, weights=not options.scratch)
     if not (folder / "config.json").is_file():
@@ -45,16 +44,16 @@ def tokenizer_of(options: TrainOptions, folder: Path, sketch: Any) -> Tokenizer:
     """The tokenizer, with the template of --chat-template."""
     tokenizer = Tokenizer.from_hub(folder)
     if options.chat_template is not None:
-        if hasattr(sketch.config, "vision_config"):
+        if sketch.extra_inputs:
             raise InputError("chat_template: a model of images needs its own, which places them; leave it out")
         tokenizer.read_chat_template(Path(options.chat_template).expanduser())
     return tokenizer
 
 
-def check_length(length: int, sketch: Any, name: str) -> None:
+def check_length(length: int, sketch: Any, name: str, processes: Processes) -> None:
     """Warns, on rank 0, if sequences are longer than the context. name: of the model, as in "the teacher's context"."""
     context = sketch.config.get_text_config().max_position_embeddings
-    if length > context and os.environ.get("RANK", "0") == "0":
+    if length > context and processes.is_main:
         warnings.warn(
             f"--max-length {length} is more than the {name}'s context of {context} tokens (max_position_embeddings), "
             "beyond which it has not been trained; lower it, unless that is the aim",
@@ -67,7 +66,7 @@ def check_capture(sketch: Any, processes: Processes) -> None:
     reason = ""
     if processes.mesh is not None:
         reason = "it is for one process, and there are several"
-    elif hasattr(sketch.config, "vision_config"):
+    elif sketch.extra_inputs:
         reason = f"the images of a {type(sketch).__name__} have no fixed shape"
     elif getattr(sketch.config, "output_router_logits", False):
         reason = "the balancing loss of the routers (output_router_logits in config.json) would count the padding"
@@ -75,7 +74,7 @@ def check_capture(sketch: Any, processes: Processes) -> None:
         raise InputError(f"capture: {reason}; leave --capture out")
 
 
-def load_model(
+def model_of(
     options: TrainOptions, folder: Path, processes: Processes, add: Callable[[Any], Any] | None = None, *,
     frozen: bool = False,
 ) -> Any:  # fmt: skip

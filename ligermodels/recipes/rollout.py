@@ -213,7 +213,7 @@ class Sampling(Recipe):
 
     def setup(self, model: Any, folder: Path, processes: Processes) -> None:
         super().setup(model, folder, processes)
-        self.processes, self.model = processes, model
+        self.model = model
 
     def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
         """The sampled completions of each prompt. rollout: its number; None: one greedy completion of each prompt.

@@ -120,7 +120,7 @@ class Trainer:
         before = processes.from_main(lambda: run_folder.read_options(options)) if options.resume else None
         if options.resume and before is None and processes.is_main:
             say(f"warning: --resume, but {self.out} has no run: a new one begins")
-        source = models.find(options)
+        source = models.folder_of(options)
         sketch = models.sketch(source, text_only=options.text_only, mtp_loss_weight=options.mtp_loss_weight)
         self._make_plan(source, sketch)
         processes.from_main(self._show_examples)
@@ -141,10 +141,10 @@ class Trainer:
         options, processes = self.options, self.processes
         tokenizer = models.tokenizer_of(options, source, sketch)
         length = options.max_length or min(4096, sketch.config.get_text_config().max_position_embeddings)
-        models.check_length(length, sketch, "model")
+        models.check_length(length, sketch, "model", processes)
         tokens = options.batch_tokens or length * options.sequences * options.examples
         options = dataclasses.replace(options, max_length=length, batch_tokens=tokens)
-        recipe = self.recipe_class.of(options)(options, tokenizer, processes.ranks_per_batch)
+        recipe = self.recipe_class.of(options)(options, tokenizer, processes)
         if options.capture:
             models.check_capture(sketch, processes)
         data = Data(options, recipe)

@@ -14,7 +14,7 @@ from ligermodels.cli import main
 from ligermodels.processes import Processes
 from ligermodels.recipes import memory, report
 from ligermodels.recipes.base import next_token_loss, num_labels
-from ligermodels.recipes.model import load_model, make_optimizer
+from ligermodels.recipes.model import make_optimizer, model_of
 from ligermodels.recipes.steps import check_ids, forwards_per_step, learning_rate, shard_batches
 from ligermodels.training import add_lora
 from tests.arch.test_layers_that_differ import MIXTURE, Mixture
@@ -86,7 +86,7 @@ def test_norms_have_no_weight_decay():
 def test_the_seed_draws_what_is_new(home, recipe, given):
     def drawn(seed):
         options = options_of(recipe, precision="fp32", activations="none", seed=seed, **given)
-        return load_model(options, home / "model", Processes(torch.device("cpu"))).state_dict()
+        return model_of(options, home / "model", Processes(torch.device("cpu"))).state_dict()
 
     one, again, other = drawn(1), drawn(1), drawn(2)
     assert all(weight.equal(again[name]) for name, weight in one.items())

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ligermodels.checkpoint import files
+from ligermodels.checkpoint.files import takes_images
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.recipes.data.examples import best_fit
 from ligermodels.recipes.data.formats import format_of, label_of
@@ -130,11 +130,12 @@ class Counts:
     rows. tokens, trained: all tokens, and those with a label, that go into batches. truncated: rows that are cut;
     tokens_cut: the tokens cut off. untrained: rows dropped since they train no token; cut_away: rows dropped since
     truncation left none to train. bad: rows that --skip-bad dropped. with_end: rows that should train a token that
-    stops the model; ends: those that do. With skip_bad, rows without a token to train may be many.
+    stops the model; ends: those that do. With skip_bad, rows without a token to train may be many. warns: whether this
+    process shows warnings.
     """
 
-    def __init__(self, rows: int, length: int, skip_bad: bool) -> None:
-        self.total, self.length, self.skip_bad = rows, length, skip_bad
+    def __init__(self, rows: int, length: int, skip_bad: bool, warns: bool) -> None:
+        self.total, self.length, self.skip_bad, self.warns = rows, length, skip_bad, warns
         self.warned: dict[str, str] = {}  # by name, the rows that were shown
         self.numbers = collections.Counter[str]()
 
@@ -147,7 +148,9 @@ class Counts:
             notes = [outcome.notes[name] for outcome in outcomes if name in outcome.notes]
             if notes and name not in self.warned:
                 text = text.format(length=self.length, number=len(notes), rows=len(outcomes))
-                self.warned[name] = _warn(text, notes)
+                self.warned[name] = lines = "".join(f"\n  {note}" for note in notes[:_SHOWN])
+                if self.warns:
+                    warnings.warn(f"{text}:{lines}", stacklevel=2)
         good, dropped = n["rows"] - n["bad"], n["untrained"] + n["cut_away"]
         next_step = f"{self.warned.get('cut', '')}\n  Next: raise --max-length, or"
         is_too_little = dropped > MAX_UNTRAINED * good
@@ -170,14 +173,6 @@ class Counts:
             )
 
 
-def _warn(what: str, notes: Sequence[str]) -> str:
-    """Warns of the first notes, on rank 0. Returns them as lines."""
-    lines = "".join(f"\n  {note}" for note in notes[:_SHOWN])
-    if os.environ.get("RANK", "0") == "0":
-        warnings.warn(f"{what}:{lines}" if notes else what, stacklevel=3)
-    return lines
-
-
 # ---- batches ----
 
 
@@ -196,11 +191,12 @@ class Batches(Iterator[list[Any]]):
         o, self.rows, self.epochs, self.shuffle, self.workers = recipe.options, rows, epochs, shuffle, workers
         self.outcomes = Outcomes(rows, recipe.process, o.max_length, format, recipe.splits, o.skip_bad)
         self.capacity, self.seed, self.window, self._digest = recipe.capacity, o.seed, window, digest
+        self._warns = recipe.processes.is_main
         self._start(0, 0, {})
 
     def _start(self, epoch: int, row: int, counts: Mapping[str, int]) -> None:
         """Begins with the window at a row of an epoch. counts: the numbers of the rows before it."""
-        self.counts = Counts(len(self.rows), self.outcomes.length, self.outcomes.skip_bad)
+        self.counts = Counts(len(self.rows), self.outcomes.length, self.outcomes.skip_bad, self._warns)
         self.counts.numbers.update(counts)
         self._counts_before = dict(counts)
         self._epoch, self._row, self._batch = epoch, row, 0  # where the window begins; its batch that comes next
@@ -315,18 +311,17 @@ class Data:
         elif options.eval_share:
             self.rows, self.eval_rows = held_out(self.rows, options.eval_share, options.seed)
         self.format = recipe.check_rows(self.rows)
-        if self.format is not None and self.format[0] == "unpaired":
+        if self.format is not None and self.format[0] == "unpaired" and recipe.processes.is_main:
             _check_labels(self.rows)
         if self.eval_rows is not None:
             self.eval_format = recipe.evaluation.check_rows(self.eval_rows)
-        config = recipe.tokenizer.files.folder / "config.json"
-        self._has_images = config.is_file() and "vision_config" in files.read_json(config)
+        self._takes_images = takes_images(recipe.tokenizer.files.folder)
         paths = [*self.rows.files, *(() if self.eval_rows is None else self.eval_rows.files)]
         self.train = self.batches(workers=encoding_workers(len(self.rows)), digest=digest(paths))
 
     def batches(self, *, workers: int = 0, **how: Any) -> Batches:
         """Batches of the training data. how: arguments of `Batches`."""
-        if self._has_images:
+        if self._takes_images:
             workers, how["window"] = 0, WINDOW_OF_IMAGES
         return Batches(self.recipe, self.rows, self.format, workers=workers, **how)
 
@@ -369,7 +364,8 @@ def _check_labels(rows: Rows) -> None:
         if len(labels) > 1:
             return
     for label in labels:
-        _warn(f"all {len(rows):,} rows have the label {label}: answers are compared with none of the other kind", ())
+        what = "answers are compared with none of the other kind"
+        warnings.warn(f"all {len(rows):,} rows have the label {label}: {what}", stacklevel=2)
 
 
 def digest(paths: Sequence[Path]) -> int:

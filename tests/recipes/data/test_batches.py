@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from ligermodels.errors import InputError
+from ligermodels.processes import Processes
 from ligermodels.recipes.data.batches import MAX_UNTRAINED, Batches
 from ligermodels.recipes.data.examples import IGNORED, Example, packed_batch
 from ligermodels.recipes.data.formats import read
@@ -43,11 +44,11 @@ def encode(row, first=1, end=None):
     return Example(ids, [IGNORED] * first + ids[first:], (end or row["id"],))
 
 
-def batches_of(lengths, process=encode, *, length, per_batch=1, split=False, skip_bad=False, seed=0, **how):
+def batches_of(lengths, process=encode, *, length, per_batch=1, split=False, skip_bad=False, seed=0, rank=0, **how):
     """per_batch: the maximum tokens of a batch, in multiples of `length`."""
     recipe = SimpleNamespace(
         options=SimpleNamespace(max_length=length, skip_bad=skip_bad, seed=seed), process=process, splits=split,
-        capacity=length * per_batch,
+        capacity=length * per_batch, processes=Processes(rank=rank),
     )  # fmt: skip
     return Batches(recipe, rows_of(lengths), **how)
 
@@ -208,6 +209,14 @@ def test_empty_answers_and_prompts_that_join_an_answer_are_warned_of_once(write)
     texts = [{"prompt": "Say", "completion": "\n\non"}, {"prompt": "Say\n", "completion": "\non"}]
     (text,) = shown(data_of("sft", tokenizer, data=str(write("c.jsonl", texts))))
     assert text.startswith("1 of 2 rows have a prompt") and "c.jsonl:2: the prompt ends with" in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_warns(rank):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert len(list(batches_of([4, 9], length=8, epochs=1, rank=rank))) == 2
+    assert len(said) == (rank == 0)
 
 
 def test_labels_that_are_all_the_same_are_warned_of_once(write, recwarn):
