@@ -39,14 +39,14 @@ class Parser(argparse.ArgumentParser):
             self.print_help(sys.stderr)
             self.exit(2)
         end = args.index("--") if "--" in args else len(args)
-        names = [re.sub(r"^--[\w-]+(?==|$)", lambda found: found[0].replace("_", "-"), text) for text in args[:end]]
-        found, rest = super().parse_known_args(names + args[end:], namespace)
+        names = [re.sub(r"^--[\w-]+(?==|$)", lambda name: name[0].replace("_", "-"), text) for text in args[:end]]
+        parsed, rest = super().parse_known_args(names + args[end:], namespace)
         if rest and self._subparsers is None:  # not of a command that has commands: theirs say more
-            self.refuse(rest, found)
-        return found, rest
+            self.refuse(rest)
+        return parsed, rest
 
-    def refuse(self, rest: Sequence[str], found: argparse.Namespace) -> NoReturn:
-        """Ends with the error for arguments that the command does not have. found: those that it has."""
+    def refuse(self, rest: Sequence[str]) -> NoReturn:
+        """Ends with the error for arguments that the command does not have."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         near = nearest(rest[0].partition("=")[0], flags) if rest[0].startswith("--") else ""
         if not rest[0].startswith("-") and "--prompt" in flags:

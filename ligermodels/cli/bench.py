@@ -149,11 +149,11 @@ def _measure(model: "CausalLM", batch: int, length: int, new: int, rate: float, 
         return {"out_of_memory": True}
     step = (times[-1] - times[0]) / (new - 1)
     limit = batch * rate / step_bytes(model, batch, length + new // 2, kv_cache_dtype)
-    found = {
+    figures = {
         "first_token_ms": times[0] * 1e3, "prefill_tokens_per_s": batch * length / times[0], "step_ms": step * 1e3,
         "decode_tokens_per_s": batch / step, "limit_tokens_per_s": limit, "of_limit": batch / step / limit,
     }  # fmt: skip
-    return found | ({"peak_gib": torch.cuda.max_memory_allocated(model.device) / 2**30} if on_cuda else {})
+    return figures | ({"peak_gib": torch.cuda.max_memory_allocated(model.device) / 2**30} if on_cuda else {})
 
 
 def _token_times(
@@ -194,13 +194,13 @@ def step_bytes(model: "CausalLM", batch: int, length: int, kv_cache_dtype: str =
     from ligermodels.layers.head import unwrapped
 
     parts: Any = {id(x): x for part in (model.decoder, model.lm_head) for x in (*part.parameters(), *part.buffers())}
-    found = float(sum(x.nbytes for x in parts.values()))
+    total = float(sum(x.nbytes for x in parts.values()))
     if not getattr(unwrapped(model.lm_head), "is_tied", False):
-        found -= model.decoder.embed_tokens.weight.nbytes
+        total -= model.decoder.embed_tokens.weight.nbytes
     for module in model.decoder.modules():
         if isinstance(module, Layer):
-            found -= module.unread_bytes(batch)
-    return found + batch * model.new_cache(1, length, kv_cache_dtype=kv_cache_dtype).nbytes
+            total -= module.unread_bytes(batch)
+    return total + batch * model.new_cache(1, length, kv_cache_dtype=kv_cache_dtype).nbytes
 
 
 def _copy_rate(device: "torch.device") -> float:

@@ -151,8 +151,8 @@ def _report(report: "Report", args: argparse.Namespace, done: str) -> None:
         print(f"MISMATCH {line}")
     if len(report.mismatches) > shown:
         print(f"... and {len(report.mismatches) - shown} more; --json lists them all")
-    for (one, other), count in report.casts.items():
-        print(f"{count} tensors differ in dtype alone ({one} in A, {other} in B); equal after the cast")
+    for (in_a, in_b), count in report.casts.items():
+        print(f"{count} tensors differ in dtype alone ({in_a} in A, {in_b} in B); equal after the cast")
     if done == "compared":
         same = "the same after a cast" if report.casts else "the same"
         count = len(report.mismatches)
@@ -179,37 +179,40 @@ def _inspect(args: argparse.Namespace) -> int:
     from ligermodels.conversion import inspect
 
     names = ("revision", "local_files_only", "allow_pickle", "config")
-    found = inspect(args.src, **{name: getattr(args, name) for name in names})
+    inspection = inspect(args.src, **{name: getattr(args, name) for name in names})
     if args.json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(inspection.to_json(), indent=2))
     else:
-        for name, value in {**_checkpoint_rows(found), **_model_rows(found)}.items():
+        for name, value in {**_checkpoint_rows(inspection), **_model_rows(inspection)}.items():
             print(f"{name:15} {value}")
-    if found.problem is not None:
-        say(f"error: {found.problem}")
-    return 0 if found.ok else 1
+    if inspection.problem is not None:
+        say(f"error: {inspection.problem}")
+    return 0 if inspection.ok else 1
 
 
-def _checkpoint_rows(found: "Inspection") -> dict[str, str]:
+def _checkpoint_rows(inspection: "Inspection") -> dict[str, str]:
     return {
-        "checkpoint": found.folder,
-        "layout": found.layout,
-        "to use it": found.use,
-        **({"in Python": found.load} if found.load else {}),
-        **({"to merge it": found.merge} if found.merge and found.merge != found.use else {}),
-        **(_weight_rows(found) if found.tensors else {"weights": "pickles, not read without --allow-pickle"}),
-        "files": _files(found.files),
-        "tokenizer": _tokenizer(found.tokenizer),
+        "checkpoint": inspection.folder,
+        "layout": inspection.layout,
+        "to use it": inspection.use,
+        **({"in Python": inspection.load} if inspection.load else {}),
+        **({"to merge it": inspection.merge} if inspection.merge and inspection.merge != inspection.use else {}),
+        **(_weight_rows(inspection) if inspection.tensors else {"weights": "pickles, not read without --allow-pickle"}),
+        "files": _files(inspection.files),
+        "tokenizer": _tokenizer(inspection.tokenizer),
     }
 
 
-def _weight_rows(found: "Inspection") -> dict[str, str]:
-    parts = {f"  {part}": f"{count:,} ({count / found.parameters:.1%})" for part, count in found.parts.items()}
+def _weight_rows(inspection: "Inspection") -> dict[str, str]:
+    parts = {
+        f"  {part}": f"{count:,} ({count / inspection.parameters:.1%})" for part, count in inspection.parts.items()
+    }
     return {
-        "parameters": f"{found.parameters:,}",
+        "parameters": f"{inspection.parameters:,}",
         **parts,
-        "stored as": _text(found.dtypes),
-        "weights": f"{found.tensors} tensors" + f", {'' if found.ok else 'NOT '}as expected" * bool(found.model),
+        "stored as": _text(inspection.dtypes),
+        "weights": f"{inspection.tensors} tensors"
+        + f", {'' if inspection.ok else 'NOT '}as expected" * bool(inspection.model),
     }
 
 
@@ -217,13 +220,13 @@ _ADAPTER = {"base": "base model", "r": "rank", "lora_alpha": "alpha", "target_mo
 """{field of an adapter: its label}."""
 
 
-def _model_rows(found: "Inspection") -> dict[str, str]:
+def _model_rows(inspection: "Inspection") -> dict[str, str]:
     """The configuration: config.json, params.json or adapter_config.json."""
-    model = found.model
+    model = inspection.model
     if not model:
         return {
             _ADAPTER.get(name, name): ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            for name, value in (found.adapter or found.params).items()
+            for name, value in (inspection.adapter or inspection.params).items()
         }
     rope = {key: f"[{len(value)}]" if isinstance(value, list) else value for key, value in model["rope"].items()}
     return {
@@ -242,15 +245,15 @@ def _files(files: dict[str, int]) -> str:
     total = readable_size(sum(files.values()))
     if len(files) == 1:
         return f"{next(iter(files))}, {total}"
-    least, most = (readable_size(f(files.values())) for f in (min, max))
-    return f"{len(files)} shards of {least} to {most}, {total} in all"
+    smallest, largest = (readable_size(f(files.values())) for f in (min, max))
+    return f"{len(files)} shards of {smallest} to {largest}, {total} in all"
 
 
-def _tokenizer(found: Mapping[str, Any] | None) -> str:
-    if found is None:
+def _tokenizer(tokenizer: Mapping[str, Any] | None) -> str:
+    if tokenizer is None:
         return "none here"
-    if "problem" in found:
-        return f"cannot be read: {found['problem']}"
-    stops = ", ".join(map(str, found["stop_ids"])) or "none"
-    templates = ", ".join(found["chat_templates"]) or "none"
-    return f"{found['file']}, {found['vocab_size']:,} ids; stop ids {stops}; chat templates: {templates}"
+    if "problem" in tokenizer:
+        return f"cannot be read: {tokenizer['problem']}"
+    stops = ", ".join(map(str, tokenizer["stop_ids"])) or "none"
+    templates = ", ".join(tokenizer["chat_templates"]) or "none"
+    return f"{tokenizer['file']}, {tokenizer['vocab_size']:,} ids; stop ids {stops}; chat templates: {templates}"

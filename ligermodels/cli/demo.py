@@ -64,14 +64,14 @@ def run(*, seconds: float, folder: Path) -> bool:
 def _train_and_generate(folder: Path, device: str, seconds: float) -> bool:
     print("\nA checkpoint in Hugging Face's layout")
     with tempfile.TemporaryDirectory(prefix="ligermodels-") as scratch:
-        made, again = Path(scratch) / "made", Path(scratch) / "again"
-        write_checkpoint(made)
-        tokenizer = ligermodels.Tokenizer.from_hub(made)
-        model = ligermodels.load(made, device=device, progress=False)
+        first, second = Path(scratch) / "made", Path(scratch) / "again"
+        write_checkpoint(first)
+        tokenizer = ligermodels.Tokenizer.from_hub(first)
+        model = ligermodels.load(first, device=device, progress=False)
         vocabulary = f"a vocabulary of {model.config.vocab_size:,} tokens"
         print(f"{type(model).__name__}, {model.num_parameters():,} parameters, {vocabulary}")
-        model.save_pretrained(again)
-        same = (made / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+        model.save_pretrained(second)
+        same = (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
         good = report(same, "loaded and saved again: model.safetensors is byte for byte the same")
         print(f"\nTraining for {seconds:g} s on {TEXT.stat().st_size / 1000:.0f} kB of fables")
         train(model, tokenizer, seconds)

@@ -86,8 +86,8 @@ def _findings() -> Iterator[tuple[str, str, str | None]]:
         interpreter = "; TRITON_INTERPRET=1 runs them in Triton's interpreter" if _triton.IS_INSTALLED else ""
         yield "kernels", f"plain PyTorch on the CPU{interpreter}", None
 
-    found = get_token() is not None
-    yield "HF token", "present" if found else "none (for gated and private repositories: `hf auth login`)", None
+    has_token = get_token() is not None
+    yield "HF token", "present" if has_token else "none (for gated and private repositories: `hf auth login`)", None
     cache = Path(constants.HF_HUB_CACHE)
     existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free

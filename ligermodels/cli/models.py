@@ -56,8 +56,8 @@ def resolve_adapter(args: argparse.Namespace) -> None:
     Raises InputError, CheckpointError for an unsupported adapter, HubError where its base is not there.
     """
     check_is_model(args.model)
-    given = files.absolute(args.model)
-    is_adapter = (given / files.ADAPTER).is_file() and not (given / "config.json").exists()
+    folder = files.absolute(args.model)
+    is_adapter = (folder / files.ADAPTER).is_file() and not (folder / "config.json").exists()
     if is_adapter and args.adapter:
         raise InputError(f"{args.model} is an adapter, and so is {args.adapter}: give one, and its base as MODEL")
     if not is_adapter and not args.adapter:
@@ -65,13 +65,13 @@ def resolve_adapter(args: argparse.Namespace) -> None:
     from ligermodels.checkpoint import adapters
 
     args.adapter = files.absolute(args.model if is_adapter else args.adapter)
-    found = adapters.read_options(args.adapter, computed=adapters.IN_MEMORY)
-    base = found.get("base_model_name_or_path")
+    options = adapters.read_options(args.adapter, computed=adapters.IN_MEMORY)
+    base = options.get("base_model_name_or_path")
     if not is_adapter:
-        if base and Path(base).name != given.name:
+        if base and Path(base).name != folder.name:
             say(f"note: {args.adapter} names {base} as its base, and MODEL is {args.model}; they must be one model")
         return
-    args.revision = args.revision or found.get("revision")
+    args.revision = args.revision or options.get("revision")
     advice = f"Next step: give the base as MODEL, and --adapter {args.model}"
     if not base:
         raise CheckpointError(f"{args.adapter / files.ADAPTER} does not name its base model. {advice}")
@@ -175,8 +175,8 @@ def check_is_model(src: str) -> None:
         is_run = (folder / "options.yaml").is_file() and not (folder / "config.json").exists()
         weights = [path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".gguf")]
     if is_run:
-        found = [f"{Path(src) / name}" for name in ("model", "adapter", "medusa", "best") if (folder / name).is_dir()]
-        advice = f"give what it has written: {' or '.join(found)}" if found else "it has written no model yet"
+        results = [f"{Path(src) / name}" for name in ("model", "adapter", "medusa", "best") if (folder / name).is_dir()]
+        advice = f"give what it has written: {' or '.join(results)}" if results else "it has written no model yet"
         raise UsageError(f"{src} is the folder of a run of `train`; {advice}")
     if weights == [files.MEDUSA]:
         raise UsageError(f"{src} has Medusa heads, which go with their model: `ligermodels chat BASE --medusa {src}`")

@@ -70,22 +70,24 @@ class _RecipeParser(Parser):
     def _options(self) -> type[TrainOptions]:
         return options_of(self.prog.split()[-1])  # type: ignore[no-any-return]
 
-    def refuse(self, rest: Sequence[str], found: argparse.Namespace) -> NoReturn:
+    def refuse(self, rest: Sequence[str]) -> NoReturn:
         if flags := [text.partition("=")[0] for text in rest if text.startswith("--")]:
             self.error("\n".join(unknown(self._options(), text) for text in flags))
         is_data = Path(rest[0]).suffix in (".jsonl", ".json", ".csv", ".parquet")
-        hint = f"did you mean --data {rest[0]}?" if is_data else "only MODEL has no name; lists have commas"
-        hint = "a switch has no value: --merge, or --no-merge" if rest[0].lower() in ("true", "false") else hint
+        hint = (
+            f"did you mean --data {rest[0]}?" if is_data else "MODEL is the only positional argument; lists have commas"
+        )
+        hint = "flags take no value: --merge, or --no-merge" if rest[0].lower() in ("true", "false") else hint
         self.error(f"unexpected argument {rest[0]!r}; {hint}")
 
 
 def _train(args: argparse.Namespace) -> int:
-    given = {key: value for key, value in vars(args).items() if key not in ("run", "recipe", "config")}
-    model = str(given.get("model", ""))
+    flags = {key: value for key, value in vars(args).items() if key not in ("run", "recipe", "config")}
+    model = str(flags.get("model", ""))
     with usage_errors():
         if model.endswith((".yaml", ".yml")):
             raise InputError(f"MODEL is {model}, a file of options; did you mean --config {model}?")
-        options = options_of(args.recipe).merged(given, vars(args).get("config"))
+        options = options_of(args.recipe).merged(flags, vars(args).get("config"))
     check_is_model(options.model)
     from ligermodels.recipes.trainer import train  # and torch
 

@@ -64,8 +64,8 @@ class Writer:
 
         args, length = self.args, self.args.max_new_tokens
         if length is None:
-            left = self.model.config.max_position_embeddings - len(ids)
-            length = min(args.default_length, left) if left > 0 else args.default_length
+            space = self.model.config.max_position_embeddings - len(ids)
+            length = min(args.default_length, space) if space > 0 else args.default_length
         if self.cache is None:
             self.cache = self.model.new_cache(1, len(ids) + length, kv_cache_dtype=args.kv_cache_dtype)
             self.cache.reserve(len(ids) + length, REWIND)

@@ -64,18 +64,18 @@ class Recipe:
 
     def check_rows(self, rows: Rows) -> tuple[str, str] | None:
         """The format of all rows, and where it was found; None for any format. Raises InputError for other rows."""
-        found = formats.detect(rows)
-        if found[0] not in self.accepted:
+        name, where = formats.detect(rows)
+        if name not in self.accepted:
             raise InputError(
-                f"{found[1]}: the row is in the format {found[0]!r}, and {self.options.recipe} takes "
+                f"{where}: the row is in the format {name!r}, and {self.options.recipe} takes "
                 f"{', '.join(self.accepted)}; pairs are for dpo, orpo, cpo and simpo, unpaired rows for kto"
             )
-        if found[0] in ("messages", "sharegpt", "alpaca") and not self.tokenizer.files.templates:
+        if name in ("messages", "sharegpt", "alpaca") and not self.tokenizer.files.templates:
             raise InputError(
-                f"{self.options.model} has no chat template, and rows of {found[0]} need one. Likely: a base model. "
+                f"{self.options.model} has no chat template, and rows of {name} need one. Likely: a base model. "
                 "Next: its instruct model, or --chat-template FILE, or rows of prompt and completion"
             )
-        return found
+        return name, where
 
     def process(self, row: Mapping[str, Any]) -> Any:
         """The example of a row: token ids, and labels that are -100 where nothing is trained. Raises InputError."""
@@ -168,10 +168,10 @@ def next_token_loss(model: Any, batch: Batch, count: Tensor) -> Tensor:
     output = model(**batch, num_items_in_batch=count, return_logits=False)
     if output.aux_loss is None:
         return output.loss
-    own = num_labels(batch)
+    labels = num_labels(batch)
     if model.parallel is not None:
-        own = model.parallel.count(batch["labels"], batch.get("cu_seqlens"))
-    return output.loss - (1 - own / count) * model.config.router_aux_loss_coef * output.aux_loss
+        labels = model.parallel.count(batch["labels"], batch.get("cu_seqlens"))
+    return output.loss - (1 - labels / count) * model.config.router_aux_loss_coef * output.aux_loss
 
 
 def sum_over_ranks(model: Any, loss: Tensor) -> Tensor:

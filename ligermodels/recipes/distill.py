@@ -90,8 +90,8 @@ class OnPolicy(Sampling):
         return self.off_policy.loss(model, batch, count)
 
 
-def distill_loss(model: Any, batch: Batch, count: Tensor, teacher: Any, o: Any) -> tuple[Tensor, Metrics]:
-    """The batch's part of the loss; in evaluation also divergence and cross entropy, separately. o: the options."""
+def distill_loss(model: Any, batch: Batch, count: Tensor, teacher: Any, options: Any) -> tuple[Tensor, Metrics]:
+    """The batch's part of the loss; in evaluation also divergence and cross entropy, separately."""
     metrics, head = Metrics(), list[Any]()
 
     def keep(x: Tensor, weight: Tensor, labels: Tensor, **of: Any) -> Tensor:
@@ -108,18 +108,18 @@ def distill_loss(model: Any, batch: Batch, count: Tensor, teacher: Any, o: Any) 
             weight, bias = weight[:rows], None if bias is None else bias[:rows]
         workspace: Any = {"workspace_bytes": workspace_bytes} if workspace_bytes else {}
         jsd = LinearJSDLoss(
-            o.beta, temperature=o.temperature, weight_soft=1 - o.hard_weight, weight_hard=o.hard_weight,
-            reduction="sum", student_softcap=softcap, teacher_softcap=teacher_softcap,
+            options.beta, temperature=options.temperature, weight_soft=1 - options.hard_weight,
+            weight_hard=options.hard_weight, reduction="sum", student_softcap=softcap, teacher_softcap=teacher_softcap,
             return_soft_hard_loss=not model.training, **workspace,
         )  # fmt: skip
-        found: Any = jsd(
+        result: Any = jsd(
             x, weight, y, teacher_weight, labels, student_bias=bias, teacher_bias=teacher_bias, num_valid=num_valid
         )
         if not model.training:
             number = (labels != -100).sum()
-            metrics.update(divergence=(found.soft_loss, number), cross_entropy=(found.hard_loss, number))
-            found = found.loss
-        return found / num_items_in_batch
+            metrics.update(divergence=(result.soft_loss, number), cross_entropy=(result.hard_loss, number))
+            result = result.loss
+        return result / num_items_in_batch
 
     with torch.no_grad():
         teacher(**batch, num_items_in_batch=count, loss_function=keep)

@@ -46,8 +46,8 @@ class GRPO(Sampling):
             self.rewards.judge(completions, chat=self.chat)
         if rollout is None:
             return completions
-        every = [reward for part in p.gather([one.reward for one in completions]) for reward in part]
-        rewards = torch.tensor(every).reshape(-1, o.num_generations)
+        of_ranks = p.gather([completion.reward for completion in completions])
+        rewards = torch.tensor([reward for of_rank in of_ranks for reward in of_rank]).reshape(-1, o.num_generations)
         advantages, self._deviation = policy.group_advantages(rewards, o.scale_rewards).flatten(), float(rewards.std())
         tied = (rewards == rewards[:, :1]).all(1)
         if tied.all() and p.is_main and not self._has_warned:
@@ -56,26 +56,26 @@ class GRPO(Sampling):
                 "warning: the rewards prefer no completion of this step to another of the same prompt, so that it "
                 "learns nothing from them; `tied` in metrics.jsonl is the share of such prompts"
             )
-        for n, one in enumerate(completions, p.batch_rank * len(completions)):
-            one.advantage, one.is_tied = float(advantages[n]), bool(tied[n // o.num_generations])
+        for n, completion in enumerate(completions, p.batch_rank * len(completions)):
+            completion.advantage, completion.is_tied = float(advantages[n]), bool(tied[n // o.num_generations])
         return completions
 
     def batch_of(self, completions: Sequence[Completion]) -> Batch:
         if self.options.mask_truncated_completions:
-            completions = [dataclasses.replace(one, trains=not one.truncated) for one in completions]
+            completions = [dataclasses.replace(sample, trains=not sample.truncated) for sample in completions]
         batch = super().batch_of(completions)
         return batch | policy_inputs(batch, completions)
 
     def metrics_of(self, completions: Sequence[Completion]) -> Metrics:
         number = len(completions)
         metrics: Metrics = {
-            "reward": (sum(one.reward for one in completions), number),
+            "reward": (sum(completion.reward for completion in completions), number),
             "reward_std": (self._deviation, 1),
-            "tied": (sum(one.is_tied for one in completions), number),
+            "tied": (sum(completion.is_tied for completion in completions), number),
             **super().metrics_of(completions),
         }
         for name in self.rewards.functions if len(self.rewards.functions) > 1 else ():
-            values = [value for one in completions if (value := one.rewards.get(name)) is not None]
+            values = [value for completion in completions if (value := completion.rewards.get(name)) is not None]
             metrics[f"reward_{name}"] = sum(values), len(values)
         return metrics
 
@@ -102,38 +102,40 @@ def policy_inputs(batch: Batch, samples: Sequence[Completion]) -> Batch:
     everywhere.
     """
     starts = batch["cu_seqlens"].tolist()
-    shape = max(1, len(samples)), max((len(one.ids) for one in samples), default=1)
+    shape = max(1, len(samples)), max((len(sample.ids) for sample in samples), default=1)
     places, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-    for n, one in enumerate(samples):
-        first = starts[n] + len(one.prompt.ids) - 1  # the log probability of a token is where it is predicted
-        places[n, : len(one.ids)] = torch.arange(first, first + len(one.ids))
-        mask[n, : len(one.ids)] = one.trains
-    advantages = torch.tensor([one.advantage for one in samples] or [0.0])
+    for n, sample in enumerate(samples):
+        first = starts[n] + len(sample.prompt.ids) - 1  # the log probability of a token is where it is predicted
+        places[n, : len(sample.ids)] = torch.arange(first, first + len(sample.ids))
+        mask[n, : len(sample.ids)] = sample.trains
+    advantages = torch.tensor([sample.advantage for sample in samples] or [0.0])
     counts = torch.stack([mask.sum(), torch.tensor(len(samples)), mask.any().long()]).float()
     return dict(places=places, mask=mask, advantages=advantages, counts=counts)
 
 
-def policy_loss(model: Any, batch: Batch, count: Tensor, o: Any, ref_logp: Tensor | None) -> tuple[Tensor, Metrics]:
+def policy_loss(
+    model: Any, batch: Batch, count: Tensor, options: Any, ref_logp: Tensor | None
+) -> tuple[Tensor, Metrics]:
     """The batch's part of the loss. ref_logp [N, C]: from `reference_logprobs`, or None without a beta."""
     metrics, counts = Metrics(), policy.Counts(*count.unbind())
     places, mask, advantages = (batch[name] for name in ("places", "mask", "advantages"))
 
     def loss(x: Tensor, weight: Tensor, labels: Tensor, *, num_items_in_batch: Any, **head: Any) -> Tensor:
-        found = policy.head_logprobs(x, weight, labels, temperature=o.temperature, **head)
-        logp, entropy = (values.reshape(-1)[places] for values in found)
+        per_token = policy.head_logprobs(x, weight, labels, temperature=options.temperature, **head)
+        logp, entropy = (values.reshape(-1)[places] for values in per_token)
         # In the first step of a rollout, the model that sampled is the model that is trained.
         old_logp = batch.setdefault("old_logprobs", logp.detach())
-        ratio = policy.ratios(o.loss_type, logp, old_logp, mask)
-        losses = policy.token_losses(o.loss_type, logp, ratio, advantages, **o.clip)
+        ratio = policy.ratios(options.loss_type, logp, old_logp, mask)
+        losses = policy.token_losses(options.loss_type, logp, ratio, advantages, **options.clip)
         tokens = mask.sum()
         if ref_logp is not None:
             kl = policy.kl_losses(logp, ref_logp, ratio)
-            losses = losses + o.beta * kl
+            losses = losses + options.beta * kl
             metrics["kl"] = torch.where(mask, kl.detach(), 0).sum(), tokens
-        is_clipped = policy.is_clipped(o.loss_type, ratio.detach(), advantages, **o.clip) & mask
+        is_clipped = policy.is_clipped(options.loss_type, ratio.detach(), advantages, **options.clip) & mask
         metrics["clipped"] = is_clipped.sum(), tokens
         metrics["entropy"] = torch.where(mask, entropy.detach(), 0).sum(), tokens
-        return policy.reduce_losses(o.loss_type, losses, mask, counts, o.max_completion_length)
+        return policy.reduce_losses(options.loss_type, losses, mask, counts, options.max_completion_length)
 
     total = next_token_loss(model, decoder_inputs(batch) | {"loss_function": loss}, counts.tokens)
     return total, metrics
@@ -141,15 +143,15 @@ def policy_loss(model: Any, batch: Batch, count: Tensor, o: Any, ref_logp: Tenso
 
 def reference_logprobs(reference: Any, batch: Batch, temperature: float) -> Tensor:
     """The log probabilities [N, C] of the completions under a model that is not trained."""
-    found: list[Tensor] = []
+    logprobs: list[Tensor] = []
 
     def keep(x: Tensor, weight: Tensor, labels: Tensor, *, num_items_in_batch: Any, **head: Any) -> Tensor:
         logps, _ = policy.head_logprobs(x, weight, labels, temperature=temperature, **head)
-        found.append(logps.reshape(-1)[batch["places"]])
+        logprobs.append(logps.reshape(-1)[batch["places"]])
         return logps.new_zeros(())
 
     reference(**decoder_inputs(batch), loss_function=keep)
-    return found[0]
+    return logprobs[0]
 
 
 class Greedy(Sampling):
@@ -170,7 +172,8 @@ class Greedy(Sampling):
         return torch.tensor(len(batch["prompts"]))
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
-        found = self.grpo.roll_out(batch["prompts"], None)
-        reward, length, number = sum(one.reward for one in found), sum(len(one.ids) for one in found), len(found)
+        completions = self.grpo.roll_out(batch["prompts"], None)
+        reward = sum(completion.reward for completion in completions)
+        length, number = sum(len(completion.ids) for completion in completions), len(completions)
         metrics: Metrics = {"reward": (reward, number), "completion_length": (length, number)}
         return sum_over_ranks(model, -reward / count), metrics

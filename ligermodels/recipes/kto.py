@@ -29,15 +29,15 @@ class KTO(Preference):
         The first has that of the last row, so that a row alone in its batch has its own.
         """
         others = []
-        for n, one in enumerate(examples):  # as TRL makes them
+        for n, example in enumerate(examples):  # as TRL makes them
             before = examples[n - 1]
-            (own,), (other,) = one.sequences, before.sequences
-            ids = own.ids[: one.prompt] + other.ids[before.prompt :]
-            labels = [IGNORED] * one.prompt + other.labels[before.prompt :]
+            (sequence,), (other,) = example.sequences, before.sequences
+            ids = sequence.ids[: example.prompt] + other.ids[before.prompt :]
+            labels = [IGNORED] * example.prompt + other.labels[before.prompt :]
             others.append(Example(ids, labels).cut(self.options.max_length))
         others = others or [Example([self.pad_id], [IGNORED])]
         mismatched = {f"kl_{key}": value for key, value in Recipe.collate(self, others).items()}
-        desirable = torch.tensor([bool(one.label) for one in examples] or [True])
+        desirable = torch.tensor([bool(example.label) for example in examples] or [True])
         return super().collate(examples) | {"desirable": desirable} | mismatched
 
     def count(self, batch: Batch) -> Tensor:
@@ -65,12 +65,12 @@ class KTO(Preference):
         o, desirable = self.options, batch["desirable"]
         kl = count[2] if o.loss_type == "kto" else None
         before = self.reference_logprobs(model, batch)
-        own = logprobs(model, batch)
+        policy = logprobs(model, batch)
         losses = kto_loss(
-            own.sums, desirable, before, kl=kl, beta=o.beta, loss_type=o.loss_type, desirable_weight=o.desirable_weight,
-            undesirable_weight=o.undesirable_weight,
+            policy.sums, desirable, before, kl=kl, beta=o.beta, loss_type=o.loss_type,
+            desirable_weight=o.desirable_weight, undesirable_weight=o.undesirable_weight,
         )  # fmt: skip
-        counted, rewards = answer_lengths(batch) > 0, o.beta * (own.sums - before)
+        counted, rewards = answer_lengths(batch) > 0, o.beta * (policy.sums - before)
         loss = torch.where(counted, losses, 0).sum() / count[1]
         metrics: Metrics = {
             "reward_chosen": mean_of(rewards, counted & desirable),
@@ -78,4 +78,4 @@ class KTO(Preference):
         }
         if kl is not None:
             metrics["kl"] = mean_of(kl, counted.any())
-        return sum_over_ranks(model, loss) + own.aux_loss, metrics
+        return sum_over_ranks(model, loss) + policy.aux_loss, metrics

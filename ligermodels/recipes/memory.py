@@ -117,38 +117,40 @@ def adapter_parameters(model: Any, options: TrainOptions) -> int:
     return total
 
 
-def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", activations: str = "") -> dict[str, int]:
+def estimate(
+    sizes: Sizes, options: TrainOptions, processes: Processes, precision: str = "", activations: str = ""
+) -> dict[str, int]:
     """The bytes on one GPU by purpose, whose sum the formulas at the top give.
 
     precision, activations: in place of those of the options.
     """
-    assert o.batch_tokens is not None and o.accumulation is not None, "the options are complete"
-    precision, activations = precision or o.precision, activations or o.activations
-    on_cpu, gpus = p.device.type == "cpu", p.size // o.dp_replicate
+    assert options.batch_tokens is not None and options.accumulation is not None, "the options are complete"
+    precision, activations = precision or options.precision, activations or options.activations
+    on_cpu, gpus = processes.device.type == "cpu", processes.size // options.dp_replicate
     weight, gradient, state = _BYTES[precision]
     if precision == "fp32" and gpus == 1 and not on_cpu:
         weight, gradient, state = _ONE_GPU_FP32
-    if o.lora_r:  # adapters in fp32, beside a model that is frozen
+    if options.lora_r:  # adapters in fp32, beside a model that is frozen
         weight, gradient, state = _BYTES["fp32"]
-    frozen = sizes.parameters - (0 if o.lora_r else sizes.trained)
-    packed = sizes.layers if o.quantize != "none" else 0  # nf4: 4.127 bits, in blocks
-    element, tokens = (4 if on_cpu else 2), -(-o.batch_tokens // p.ranks_per_batch)
+    frozen = sizes.parameters - (0 if options.lora_r else sizes.trained)
+    packed = sizes.layers if options.quantize != "none" else 0  # nf4: 4.127 bits, in blocks
+    element, tokens = (4 if on_cpu else 2), -(-options.batch_tokens // processes.ranks_per_batch)
     weights = weight * sizes.trained + element * sizes.frozen + int(4.127 / 8 * packed)
     weights += (4 if on_cpu and precision == "fp32" else 2) * (frozen - packed)
-    weights += (4 if precision == "fp32" and (on_cpu or gpus > 1) else 2) * sizes.parameters * o.frozen_copies
+    weights += (4 if precision == "fp32" and (on_cpu or gpus > 1) else 2) * sizes.parameters * options.frozen_copies
     weights, gradients, states = (size // gpus for size in (weights, gradient * sizes.trained, state * sizes.trained))
     saved = sizes.blocks * tokens * sizes.saved[activations] * element
     if activations == "block":
         saved += tokens * sizes.saved["again"] * element
-    head, block = sizes.head // o.tp, sizes.block // o.tp
-    saved += min(tokens, max(2048, 2**29 // (element * sizes.vocab or 1))) * sizes.vocab * element // o.tp
+    head, block = sizes.head // options.tp, sizes.block // options.tp
+    saved += min(tokens, max(2048, 2**29 // (element * sizes.vocab or 1))) * sizes.vocab * element // options.tp
     saved += 2 * sizes.unpacked if packed else 0
     if gpus > 1:
-        head_bytes, block_bytes = (2 if o.lora_r else 8) * head * (1 + sizes.heads), (2 if frozen else 10) * block
+        head_bytes, block_bytes = (2 if options.lora_r else 8) * head * (1 + sizes.heads), (2 if frozen else 10) * block
     else:
-        head_bytes, block_bytes = 0 if o.lora_r else 4 * head, weight * head if sizes.tied and not frozen else 0
-    kept = gradients if o.accumulation > p.batch_ranks else 0
-    buffers = "gathered blocks and head" if gpus > 1 else "gradient of the head"
+        head_bytes, block_bytes = 0 if options.lora_r else 4 * head, weight * head if sizes.tied and not frozen else 0
+    kept = gradients if options.accumulation > processes.batch_ranks else 0
+    buffers = "communication buffers" if gpus > 1 else "head gradient"
     moments = [(kept, saved, head_bytes), (gradients, 0, block_bytes)]  # the ends of forward and backward
     gradients, saved, gathered = max(moments, key=sum)
     return {
@@ -160,16 +162,16 @@ def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", a
     }
 
 
-def choose(sizes: Sizes, o: TrainOptions, p: Processes, free: int) -> tuple[str, str]:
+def choose(sizes: Sizes, options: TrainOptions, processes: Processes, free: int) -> tuple[str, str]:
     """(precision, activations) without "auto": the most exact weights that fit, then the least recomputation.
 
     free: bytes. If nothing fits, the choice that needs the least memory.
     """
-    exact = ("fp32",) if p.device.type == "cpu" else ("bf16-masters", "bf16")
-    precisions = exact if o.precision == "auto" else (o.precision,)
-    policies = ("none", "mlp", "block") if o.activations == "auto" else (o.activations,)
+    exact = ("fp32",) if processes.device.type == "cpu" else ("bf16-masters", "bf16")
+    precisions = exact if options.precision == "auto" else (options.precision,)
+    policies = ("none", "mlp", "block") if options.activations == "auto" else (options.activations,)
     pairs = list(itertools.product(precisions, policies))
-    return next((pair for pair in pairs if fits(estimate(sizes, o, p, *pair), free)), pairs[-1])
+    return next((pair for pair in pairs if fits(estimate(sizes, options, processes, *pair), free)), pairs[-1])
 
 
 def fits(need: dict[str, int], free: int) -> bool:

@@ -33,7 +33,8 @@ def option(default: Any, help: str, *, fixed_on_resume: bool = True, **rules: An
     fixed_on_resume: resuming a run with another value raises. rules, all optional: `choices`, the valid texts; `least`,
     `above`, `below` and `most`, bounds of a number; `required`; `repeated`: the flag of a list is given once for each
     item; `needs`: an option that must be given with this one; `excludes`: options that must not be given with it, and
-    `instead`, what to do in place of that; `group`: the title of a group of flags, which begins with this one.
+    `instead`, what to do in place of that; `group`: the title of a group of flags, which begins with this one;
+    `metavar`: the value in --help.
     """
     return dataclasses.field(default=default, metadata={"help": help, "fixed_on_resume": fixed_on_resume, **rules})
 
@@ -59,17 +60,18 @@ class TrainOptions:
     """The loss compares the model with what it was before the run, its reference."""
     # fmt: off
     model: str = option("", "repository on the Hub, or folder of a checkpoint", required=True, group="model")
-    output_dir: str = free_option("", "a new folder for all that the run writes", required=True)
+    output_dir: str = free_option("", "a new folder for all that the run writes", required=True, metavar="DIR")
     text_only: bool = option(False, "train and save the text of a model that reads images, without its vision tower")
-    chat_template: str | None = option(None, "a file, in place of the model's own; saved with what is tuned")
+    chat_template: str | None = option(
+        None, "a file, in place of the model's own; saved with what is tuned", metavar="FILE")
     merge: bool = free_option(False, "also write the model with its adapters", needs="lora_r")
 
     data: tuple[str, ...] = option(
-        (), "files, folders, or OWNER/NAME[:SPLIT] of the Hub, each with its --data; FILE*0.5 takes half of its rows",
+        (), "files, folders, or OWNER/NAME[:SPLIT] of the Hub; repeat for several; 'FILE*0.5' samples half",
         repeated=True, required=True, group="data")
     max_samples: int | None = option(None, "rows that are used: the first, or each set's share of several", least=1)
     system_prompt: str | None = option(None, "a system message for chats that begin without one")
-    eval_data: str | None = option(None, "examples to evaluate on, as --data", excludes=("eval_share",))
+    eval_data: str | None = option(None, "examples to evaluate on, as --data", excludes=("eval_share",), metavar="FILE")
     eval_share: float = option(0.0, "fraction of --data that is held out to evaluate on", least=0, below=1)
     max_length: int | None = option(None, "tokens of a sequence (default 4096, or the model's context)", least=2)
     skip_bad: bool = free_option(False, "leave out rows that cannot be read or train nothing, and count them")
@@ -112,8 +114,8 @@ class TrainOptions:
     use_dora: bool = option(False, "train the magnitudes of weights too (DoRA)", needs="lora_r")
     lora_modules_to_save: tuple[str, ...] = option((), "modules trained whole, such as lm_head", needs="lora_r")
     quantize: str = option(
-        "none", "nf4: frozen weights in 4 bits (QLoRA), which a merge would round again", choices=("none", "nf4"),
-        needs="lora_r", excludes=("merge",),
+        "none", "nf4: frozen weights in 4 bits (QLoRA), which cannot be merged without requantising",
+        choices=("none", "nf4"), needs="lora_r", excludes=("merge",),
         instead="merge later: `ligermodels convert MODEL DST --adapter DIR/adapter`")
 
     dp_replicate: int = free_option(1, "replicas of the sharded model (HSDP)", least=1, group="parallel")
@@ -138,16 +140,16 @@ class TrainOptions:
         fields = fields_of(self)
         vars(self).update(typed(type(self), vars(self)))
         self.learning_rate = self.default_rate if self.learning_rate is None else self.learning_rate
-        given = {name: shown(getattr(self, name)) for name in fields if getattr(self, name) != fields[name].default}
+        changed = {name: shown(getattr(self, name)) for name in fields if getattr(self, name) != fields[name].default}
         for name, field in fields.items():
-            if field.metadata.get("required") and name not in given:
+            if field.metadata.get("required") and name not in changed:
                 raise InputError(f"{name} is missing: give {flag(name)} on the command line, or `{name}:` in a file")
-        for name, value in given.items():
+        for name, value in changed.items():
             if name in self.unsupported:
                 raise InputError(f"{name}={value}: {self.unsupported[name]}; leave {flag(name)} out")
-            for other in given.keys() & fields[name].metadata.get("excludes", ()):
+            for other in changed.keys() & fields[name].metadata.get("excludes", ()):
                 more = f", or {instead}" if (instead := fields[name].metadata.get("instead")) else ""
-                raise InputError(f"{name}={value} and {other}={given[other]}: give one of the two{more}")
+                raise InputError(f"{name}={value} and {other}={changed[other]}: give one of the two{more}")
             needed = fields[name].metadata.get("needs")
             if needed in fields and not getattr(self, needed):
                 raise InputError(f"{name}={value} needs {needed}: add {flag(needed)}, or leave {flag(name)} out")
@@ -216,8 +218,8 @@ class TextOptions(TrainOptions):
 
     # fmt: off
     capture: bool = free_option(  # type: ignore[misc]
-        False, "run each step as a CUDA graph, its forwards padded to --batch-tokens: pays where these are so few, or "
-        "the model so small, that the host is the limit", group="CUDA graphs and multi-token prediction")
+        False, "run each step as a CUDA graph, its forwards padded to --batch-tokens: faster when the CPU is the "
+        "bottleneck (small models or batches)", group="CUDA graphs and multi-token prediction")
     mtp_loss_weight: float = option(  # type: ignore[misc]
         0.0, "train the model's layer for multi-token prediction too (Qwen3.5's mtp.*), with this weight of its loss, "
         "such as 0.1; 0: it is copied into the result", least=0, excludes=("lora_r",))
@@ -250,7 +252,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
         elif typing.get_origin(kind) is tuple:  # given twice, it has the items of both
             how |= dict(metavar="A,B", action="extend", type=_items)
         else:
-            how |= dict(metavar=f"{{{','.join(choices)}}}" if choices else metavars[kind])
+            how |= dict(metavar=f"{{{','.join(choices)}}}" if choices else rules.get("metavar", metavars[kind]))
         group.add_argument(flag(name), dest=name, **how)
 
 

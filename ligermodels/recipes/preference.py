@@ -36,9 +36,8 @@ class Preference(Recipe):
 
     def collate(self, examples: Sequence[Comparison]) -> Batch:
         padding = Comparison((Example([self.pad_id], [IGNORED]),) * self.options.sequences, True)
-        columns = zip(*(one.sequences for one in examples or [padding]), strict=True)
-        sequences = [one for column in columns for one in column]
-        return super().collate(sequences)
+        columns = zip(*(example.sequences for example in examples or [padding]), strict=True)
+        return super().collate([sequence for column in columns for sequence in column])
 
     def show(self, example: Comparison) -> str:
         names = ("chosen", "rejected") if example.label is None else ("good" if example.label else "not good",)
@@ -115,8 +114,8 @@ class DPO(Preference):
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         o = self.options
         before = self.reference_logprobs(model, batch) if o.compares else torch.zeros(())
-        own = logprobs(model, batch, prompts=self.nll_prompts)
-        sums, lengths, before = own.sums, answer_lengths(batch), before.to(own.sums).expand_as(own.sums)
+        policy = logprobs(model, batch, prompts=self.nll_prompts)
+        sums, lengths, before = policy.sums, answer_lengths(batch), before.to(policy.sums).expand_as(policy.sums)
         is_mean = o.loss_type in ("orpo", *losses.PER_TOKEN)
         divisor = lengths.clamp(min=1) if is_mean else torch.ones_like(lengths)
         pairs = len(sums) // 2
@@ -132,10 +131,10 @@ class DPO(Preference):
             "reward_accuracy": mean_of((chosen > rejected).to(chosen.dtype), counted),
         }
         if o.sft_weight:
-            nll, number = -own.scored[:pairs].sum(), answer_lengths(batch, prompts=self.nll_prompts)[:pairs].sum()
+            nll, number = -policy.scored[:pairs].sum(), answer_lengths(batch, prompts=self.nll_prompts)[:pairs].sum()
             loss = loss + o.sft_weight * nll / count[2]
             metrics["nll_loss"] = nll.detach(), number
-        return sum_over_ranks(model, loss) + own.aux_loss, metrics
+        return sum_over_ranks(model, loss) + policy.aux_loss, metrics
 
 
 class ORPO(DPO):

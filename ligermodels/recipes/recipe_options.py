@@ -72,7 +72,7 @@ class PairOptions(PreferenceOptions):
 class DPOOptions(PairOptions):
     recipe = "dpo"
     compares = True
-    loss_type: str = option("sigmoid", "of a pair; sigmoid_norm and ipo are per token", choices=DPO_TYPES)
+    loss_type: str = option("sigmoid", "loss per pair; sigmoid_norm and ipo are per token", choices=DPO_TYPES)
 
 
 @dataclass(kw_only=True)
@@ -89,7 +89,7 @@ class ORPOOptions(PreferenceOptions):
 class CPOOptions(PairOptions):
     recipe = "cpo"
     simpo_gamma = 0.0
-    loss_type: str = option("sigmoid", "of a pair", choices=("sigmoid", "hinge", "ipo"))
+    loss_type: str = option("sigmoid", "loss per pair", choices=("sigmoid", "hinge", "ipo"))
     sft_weight: float = option(1.0, "weight of the cross entropy of the chosen answers, which is added", least=0)
 
 
@@ -97,7 +97,7 @@ class CPOOptions(PairOptions):
 class SimPOOptions(PairOptions):
     recipe = "simpo"
     loss_type = "simpo"
-    simpo_gamma: float = option(0.5, "how much better the chosen answer is to be", least=0)
+    simpo_gamma: float = option(0.5, "target reward margin", least=0)
 
 
 @dataclass(kw_only=True)
@@ -106,7 +106,7 @@ class KTOOptions(PreferenceOptions):
     compares = True
     sequences = 1
     examples = 8  # a forward compares its answers with each other
-    loss_type: str = option("kto", "of an answer", choices=KTO_TYPES)
+    loss_type: str = option("kto", "loss per answer", choices=KTO_TYPES)
     desirable_weight: float = option(1.0, "weight of good answers", least=0)
     undesirable_weight: float = option(1.0, "weight of others", least=0)
 
@@ -193,10 +193,10 @@ class GRPOOptions(RolloutOptions):
     loss_type: str = option("dapo", "as TRL's; dapo: the mean over all tokens of a step", choices=POLICY_LOSSES)
     beta: float = option(
         0.0, "weight of the KL divergence to the model as it was, which is added to the loss", least=0)
-    epsilon: float | None = option(None, "ratios below 1 less this are clipped (0.2; gspo 3e-4)", least=0)
+    epsilon: float | None = option(None, "lower clip: ratios below 1 - epsilon (0.2; gspo 3e-4)", least=0)
     epsilon_high: float | None = option(
-        None, "ratios above 1 and this are clipped (--epsilon; without it 0.2, dapo 0.28, gspo 4e-4); of cispo those "
-        "above this (5)", least=0)
+        None, "upper clip: ratios above 1 + epsilon_high (--epsilon; without it 0.2, dapo 0.28, gspo 4e-4); cispo: "
+        "above epsilon_high (5)", least=0)
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -55,11 +55,11 @@ class Reporter:
         seconds = time.perf_counter() - self._start
         if step in (self._first + 1, self.steps) or seconds - self._shown >= _SECONDS:
             self._shown = seconds
-            left = round(seconds / (step - self._first) * (self.steps - step))
+            remaining = round(seconds / (step - self._first) * (self.steps - step))
             say(
                 f"step {step}/{self.steps}: loss {values['loss']:.4f}, lr {values['lr']:.2e}, "
                 f"{values['tokens_per_second']:,.0f} tokens/s, peak {values['gib']:.1f} GiB{_shown(values)}, "
-                f"{left // 60}:{left % 60:02} left"
+                f"{remaining // 60}:{remaining % 60:02} left"
             )
 
     def evaluation(
@@ -75,11 +75,11 @@ class Reporter:
 
     def lines(self) -> list[dict[str, float]]:
         """The whole lines of metrics.jsonl; a kill may have cut the last."""
-        found = []
+        lines = []
         with contextlib.suppress(ValueError, FileNotFoundError):
             for line in self.file.read_text("utf-8").splitlines():
-                found.append(json.loads(line))
-        return found
+                lines.append(json.loads(line))
+        return lines
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         with write_errors(self.file), self.file.open("a", encoding="utf-8") as file:
@@ -113,30 +113,32 @@ def _logger(options: TrainOptions, resumed: int) -> Any:
 
 
 def make_plan(
-    o: Any, p: Processes, name: str, sizes: Sizes, data: Data, counts: Mapping[str, int] | None, steps: int
-) -> dict[str, str]:
+    options: Any, processes: Processes, name: str, sizes: Sizes, data: Data, counts: Mapping[str, int] | None,
+    steps: int,
+) -> dict[str, str]:  # fmt: skip
     """The plan of a run, as lines by name. name: the class of the model. counts: of a pass over the data, or None."""
-    need, free, on_gpu = estimate(sizes, o, p), available(p.device), p.device.type == "cuda"
+    need, free = estimate(sizes, options, processes), available(processes.device)
+    on_gpu = processes.device.type == "cuda"
     format, share = f" of {data.format[0]}" if data.format else "", sizes.trained / sizes.parameters
     trained = f"{sizes.trained:,} parameters ({share:.2%} of the model)" if share < 1 else "all of them"
-    if o.lora_r:
-        targets = ",".join((*(o.lora_target_modules or ["all projections"]), *o.lora_target_parameters))
-        trained = f"LoRA of rank {o.lora_r} on {targets}: {trained}"
+    if options.lora_r:
+        targets = ",".join((*(options.lora_target_modules or ["all projections"]), *options.lora_target_parameters))
+        trained = f"LoRA of rank {options.lora_r} on {targets}: {trained}"
     tokens = "not counted, since --max-steps is given"
     if counts is not None:
         tokens = f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{left_out(counts)}"
-    forwards = f"{o.accumulation} forward pass{'es' * (o.accumulation > 1)}"
-    several = f", on {p.size} processes" * (p.size > 1)
+    forwards = f"{options.accumulation} forward pass{'es' * (options.accumulation > 1)}"
+    several = f", on {processes.size} processes" * (processes.size > 1)
     memory = ", ".join(f"{name} {gib(size)}" for name, size in need.items() if size)
     memory += f"; {'the GPU has free' if on_gpu else 'the machine has'} {gib(free)}"
     memory += f"; not counted: {', '.join(sizes.not_counted)}" if sizes.not_counted else ""
     plan = {
-        "model": f"{o.model}: {name}, {sizes.parameters:,} parameters",
+        "model": f"{options.model}: {name}, {sizes.parameters:,} parameters",
         "trained": trained,
-        "data": f"{', '.join(o.data)}: {len(data.rows):,} rows{format}",
+        "data": f"{', '.join(options.data)}: {len(data.rows):,} rows{format}",
         "tokens": tokens,
-        "steps": f"{steps:,}, each of {forwards} of up to {o.batch_tokens:,} tokens{several}",
-        "precision": f"{o.precision}, activation checkpointing: {o.activations}",
+        "steps": f"{steps:,}, each of {forwards} of up to {options.batch_tokens:,} tokens{several}",
+        "precision": f"{options.precision}, activation checkpointing: {options.activations}",
         "memory": f"{gib(sum(need.values()))} (tensors, estimated): {memory}",
     }
     if data.eval_rows is not None:
@@ -146,29 +148,30 @@ def make_plan(
             "this does not fit by the estimate. Less memory: --activations block, --precision bf16, a smaller "
             "--max-length or --batch-tokens, --lora-r 16, more GPUs"
         )
-    if o.capture:
+    if options.capture:
         graphs = "each step is a CUDA graph" if on_gpu else "no CUDA graphs, which need a GPU"
-        plan["capture"] = f"{graphs}; forwards are padded to {o.batch_tokens:,} tokens"
+        plan["capture"] = f"{graphs}; forwards are padded to {options.batch_tokens:,} tokens"
         if counts is not None:
-            padding = 1 - counts["tokens"] / (counts["batches"] * o.batch_tokens)
+            padding = 1 - counts["tokens"] / (counts["batches"] * options.batch_tokens)
             plan["capture"] += f", of which {padding:.1%} are padding"
     return plan
 
 
-def doubts(o: TrainOptions, steps: int, width: int) -> Iterator[str]:
+def doubts(options: TrainOptions, steps: int, width: int) -> Iterator[str]:
     """What is allowed, and hardly meant. width: the hidden size of the model."""
-    if o.warmup_steps > steps:
-        yield f"--warmup-steps {o.warmup_steps:g} is more than the run's {steps} steps: it ends below --learning-rate"
-    if o.lora_r > width:
-        yield f"--lora-r {o.lora_r} is more than the model's width {width}: the adapters are larger than their weights"
+    warmup, rank = options.warmup_steps, options.lora_r
+    if warmup > steps:
+        yield f"--warmup-steps {warmup:g} is more than the run's {steps} steps: it ends below --learning-rate"
+    if rank > width:
+        yield f"--lora-r {rank} is more than the model's width {width}: the adapters are larger than their weights"
 
 
 def left_out(counts: Mapping[str, int]) -> str:
     """The rows that were cut or dropped, from the numbers of `Counts`, as text."""
     names = {
         "truncated": "rows cut at --max-length",
-        "untrained": "rows dropped without a token to train",
-        "cut_away": "rows dropped whose trained tokens come after --max-length",
+        "untrained": "rows dropped without trained tokens",
+        "cut_away": "rows dropped that --max-length truncates before the answer",
         "bad": "rows skipped that cannot be read",
     }
     return "".join(f"; {text}: {counts[name]:,}" for name, text in names.items() if counts[name])

@@ -56,44 +56,50 @@ class Rewards:
         """Sets `rewards`, by function, and `reward` of each completion. Raises InputError."""
         if not completions:
             return
-        prompts, texts = [one.prompt for one in completions], [one.text for one in completions]
+        prompts = [completion.prompt for completion in completions]
+        texts = [completion.text for completion in completions]
         where = [prompt.where for prompt in prompts]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name != "completion")
-        given: dict[str, list[Any]] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        given["prompts"] = [prompt.prompt for prompt in prompts]
-        given["completions"] = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
-        given["completion_ids"] = [one.ids for one in completions]
-        numbers = {name: _numbers(name, function, given, where) for name, function in self.functions.items()}
-        for n, one in enumerate(completions):
-            one.rewards = {name: numbers[name][n] for name in numbers}
-            if set(one.rewards.values()) == {None}:
+        arguments: dict[str, list[Any]] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        arguments["prompts"] = [prompt.prompt for prompt in prompts]
+        arguments["completions"] = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
+        arguments["completion_ids"] = [completion.ids for completion in completions]
+        numbers = {name: _numbers(name, function, arguments, where) for name, function in self.functions.items()}
+        for n, completion in enumerate(completions):
+            completion.rewards = {name: numbers[name][n] for name in numbers}
+            if set(completion.rewards.values()) == {None}:
                 raise InputError(f"{where[n]}: no reward function gave its completion {short(texts[n])} a number")
-            weighted = zip(self.weights, one.rewards.values(), strict=True)
-            one.reward = sum(weight * value for weight, value in weighted if value is not None)
+            weighted = zip(self.weights, completion.rewards.values(), strict=True)
+            completion.reward = sum(weight * value for weight, value in weighted if value is not None)
 
 
-def _numbers(name: str, function: Function, given: dict[str, list[Any]], where: Sequence[str]) -> list[float | None]:
+def _numbers(
+    name: str, function: Function, arguments: dict[str, list[Any]], where: Sequence[str]
+) -> list[float | None]:
     """The result of one function: a number or None for each completion. Raises InputError."""
     parameters, rows = inspect.signature(function).parameters, f"{where[0]} to {where[-1]}"
-    needed = {key for key, one in parameters.items() if one.kind not in _OTHERS and one.default is one.empty}
-    if missing := sorted(needed - given.keys()):
-        raise InputError(f"the reward {name} needs the columns {', '.join(missing)}; the rows have {', '.join(given)}")
-    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
-        given = {key: values for key, values in given.items() if key in parameters}
+    named = {key: parameter for key, parameter in parameters.items() if parameter.kind not in _OTHERS}
+    needed = {key for key, parameter in named.items() if parameter.default is parameter.empty}
+    if missing := sorted(needed - arguments.keys()):
+        raise InputError(
+            f"the reward {name} needs the columns {', '.join(missing)}; the rows have {', '.join(arguments)}"
+        )
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        arguments = {key: values for key, values in arguments.items() if key in parameters}
     try:
-        returned: Any = function(**given)
-        found: list[Any] = list(returned) if isinstance(returned, Iterable) else []
+        returned: Any = function(**arguments)
+        numbers: list[Any] = list(returned) if isinstance(returned, Iterable) else []
     except Exception as error:
         frame, what = traceback.extract_tb(error.__traceback__)[-1], f"{type(error).__name__}: {error}"
         raise InputError(
             f"the reward {name} failed at {frame.filename}:{frame.lineno}, for completions of {rows}: {what}"
         ) from error
-    if len(found) != len(where):
+    if len(numbers) != len(where):
         what = f"{short(returned)} for completions of {rows}, not a list of {len(where)} numbers"
         raise InputError(f"the reward {name} returned {what}")
-    for n, value in enumerate(found):
+    for n, value in enumerate(numbers):
         value = value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value  # of numpy and torch
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
             raise InputError(f"the reward {name} returned {short(value)} for {where[n]}, not a finite number or None")
-        found[n] = None if value is None else float(value)
-    return found
+        numbers[n] = None if value is None else float(value)
+    return numbers

@@ -92,7 +92,7 @@ class Rollouts(StepBatches):
             self.prefetch()
             assert self._next is not None
             prompts, _, state = self._next
-            self._rolled = self._sample([one for group in prompts for one in group])
+            self._rolled = self._sample([prompt for group in prompts for prompt in group])
             self._next, self._state = None, state  # not before: where a reward fails, the prompts come again
             self._rollout, self._steps_left = self._rollout + 1, self.recipe.options.num_iterations
         self._steps_left -= 1
@@ -117,13 +117,13 @@ class Rollouts(StepBatches):
 
     def _sample(self, prompts: Sequence[Prompt]) -> list[Batch]:
         p, start = self.processes, time.perf_counter()
-        found = self.recipe.roll_out(prompts, self._rollout)
-        self.metrics = self.recipe.metrics_of(found) | {"rollout_seconds": (time.perf_counter() - start, 1)}
+        completions = self.recipe.roll_out(prompts, self._rollout)
+        self.metrics = self.recipe.metrics_of(completions) | {"rollout_seconds": (time.perf_counter() - start, 1)}
         if p.is_main:
-            self._write(found)
-        bins = best_fit([one.example.size for one in found], self.recipe.options.batch_tokens)
+            self._write(completions)
+        bins = best_fit([completion.example.size for completion in completions], self.recipe.options.batch_tokens)
         bins += [[]] * (max(p.gather(len(bins))) - len(bins))  # a forward is one of all ranks
-        batches = [self.recipe.batch_of([found[n] for n in bin]) for bin in bins]
+        batches = [self.recipe.batch_of([completions[n] for n in bin]) for bin in bins]
         return [on_device(check_ids(batch, self.vocab_size), p.device) for batch in batches]
 
     def _write(self, completions: Sequence[Completion]) -> None:
@@ -133,14 +133,15 @@ class Rollouts(StepBatches):
         with write_errors(file):
             file.parent.mkdir(exist_ok=True)
             with file.open("w", encoding="utf-8") as lines:
-                for one in completions:
-                    line = {"where": one.prompt.where, "prompt": one.prompt.prompt, "tokens": len(one.ids)}
-                    line |= {name: getattr(one, name) for name in names}
+                for completion in completions:
+                    prompt = completion.prompt
+                    line = {"where": prompt.where, "prompt": prompt.prompt, "tokens": len(completion.ids)}
+                    line |= {name: getattr(completion, name) for name in names}
                     lines.write(json.dumps(line, ensure_ascii=False) + "\n")
         if self._rollout == 0:
-            for one in completions[: self.recipe.options.show]:
-                reward = f", reward {one.reward:g}" if one.rewards else ""  # a teacher gives none
-                say(f"\n{one.prompt.where}, sampled{reward}:\n{one.text}")
+            for completion in completions[: self.recipe.options.show]:
+                reward = f", reward {completion.reward:g}" if completion.rewards else ""  # a teacher gives none
+                say(f"\n{completion.prompt.where}, sampled{reward}:\n{completion.text}")
 
 
 class Sampling(Recipe):
@@ -232,14 +233,14 @@ class Sampling(Recipe):
 
     def batch_of(self, completions: Sequence[Completion]) -> Batch:
         """The packed batch of these completions."""
-        return Recipe.collate(self, [one.example for one in completions])
+        return Recipe.collate(self, [completion.example for completion in completions])
 
     def metrics_of(self, completions: Sequence[Completion]) -> Metrics:
         """Metrics of the completions of a rollout of this rank."""
         number = len(completions)
         return {
-            "completion_length": (sum(len(one.ids) for one in completions), number),
-            "truncated": (sum(one.truncated for one in completions), number),
+            "completion_length": (sum(len(completion.ids) for completion in completions), number),
+            "truncated": (sum(completion.truncated for completion in completions), number),
         }
 
 
@@ -282,7 +283,7 @@ def sample(
             part = prompts[first : first + at_once // copies] or [[stop_ids[0]]]  # of no prompt, nothing is returned
             asked = [torch.tensor(prompt) for prompt in part]
             ids = pad_sequence(asked, True, stop_ids[0], "left").to(model.device)
-            mask = pad_sequence([torch.ones_like(one) for one in asked], True, 0, "left").to(model.device)
+            mask = pad_sequence([torch.ones_like(prompt) for prompt in asked], True, 0, "left").to(model.device)
             ends = dict(eos_token_id=(), stopping_criteria=_AllRanks(stop_ids), seed=own_seed(n))
             out = model.generate(ids, attention_mask=mask, **how, **ends)
             for row in out[:, ids.shape[1] :].tolist():

@@ -40,7 +40,7 @@ def check_folder(out: Path, *, resume: bool) -> None:
     with write_errors(out):  # of a name that is too long
         above = next(path for path in (out, *out.absolute().parents) if path.is_symlink() or path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise InputError(f"--output-dir {out} cannot be made, since {above} is no folder to write into; give another")
+        raise InputError(f"--output-dir {out} cannot be created: {above} is not a writable folder; give another")
     has_run = (out / OPTIONS).is_file()
     if out.is_dir() and any(".saving-" not in path.name for path in out.iterdir()) and not has_run:
         what = "has no run to resume" if resume else "is not empty"

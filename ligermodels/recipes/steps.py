@@ -49,10 +49,10 @@ class StepBatches:
         """Makes the batches of the next step, if there are none yet. Raises the errors of their rows."""
         if self._next is not None:
             return
-        made = [next(self.batches) for _ in range(self.recipe.options.accumulation)]
-        has_images = any(getattr(one, "images", None) is not None for examples in made for one in examples)
-        own = made[self.processes.batch_rank :: self.processes.batch_ranks]
-        self._next = [self.make(examples) for examples in own], has_images, self.batches.state_dict()
+        batches = [next(self.batches) for _ in range(self.recipe.options.accumulation)]
+        has_images = any(getattr(example, "images", None) is not None for examples in batches for example in examples)
+        share = batches[self.processes.batch_rank :: self.processes.batch_ranks]
+        self._next = [self.make(examples) for examples in share], has_images, self.batches.state_dict()
 
     def make(self, examples: Sequence[Any]) -> Batch:
         return check_ids(self.recipe.collate(examples), self.vocab_size)
@@ -91,8 +91,8 @@ def shard_batches(batches: Sequence[Sequence[Any]], recipe: Any, processes: Proc
     forward together; the last of some has no examples.
     """
     rank, ranks = processes.batch_rank, processes.batch_ranks
-    own = [*batches[rank::ranks]]
-    return [recipe.collate(examples) for examples in own + [[]] * (-(-len(batches) // ranks) - len(own))]
+    share = [*batches[rank::ranks]]
+    return [recipe.collate(examples) for examples in share + [[]] * (-(-len(batches) // ranks) - len(share))]
 
 
 def forwards_per_step(accumulation: int | None, ranks: int, forwards: float | None) -> int:
@@ -112,10 +112,10 @@ def forwards_per_step(accumulation: int | None, ranks: int, forwards: float | No
     return accumulation
 
 
-def means_of(found: Sequence[Metrics], processes: Processes) -> dict[str, float]:
+def means_of(metrics: Sequence[Metrics], processes: Processes) -> dict[str, float]:
     """The means over batches and all ranks, of metrics that have a value. All ranks have the same names."""
     sums: dict[str, Tensor] = {}
-    for name, pair in (item for metrics in found for item in metrics.items()):
+    for name, pair in (item for batch in metrics for item in batch.items()):
         both = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in pair]).to(processes.device)
         sums[name] = sums[name] + both if name in sums else both
     if not sums:

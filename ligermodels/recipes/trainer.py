@@ -119,7 +119,7 @@ class Trainer:
             processes.from_main(lambda: run_folder.check_folder(self.out, resume=options.resume))
         before = processes.from_main(lambda: run_folder.read_options(options)) if options.resume else None
         if options.resume and before is None and processes.is_main:
-            say(f"warning: --resume, but {self.out} has no run: a new one begins")
+            say(f"warning: no run in {self.out} to resume; starting a new one")
         source = models.folder_of(options)
         sketch = models.sketch(source, text_only=options.text_only, mtp_loss_weight=options.mtp_loss_weight)
         self._make_plan(source, sketch)

@@ -32,12 +32,12 @@ FILES = {  # content, what the error says; the first word is a recipe. More: tes
     ),
 }
 FLAGS = {  # FILE, FOLDER, LINK and TEMPLATE stand for paths
-    "rows of two tokens": (("--max-length", "2"), "16 of 16 rows have no token to train: 0 have none, and 16 none be"),
+    "rows of two tokens": (("--max-length", "2"), "16 of 16 rows have no trained tokens: 0 have none, and 16 are tru"),
     "template with an error": (("--chat-template", "TEMPLATE"), "wrong.jinja, line 3: UndefinedError: 'odd' is unde"),
-    "out that is a file": (("--output-dir", "FILE"), "is no folder to write into"),
+    "out that is a file": (("--output-dir", "FILE"), "is not a writable folder"),
     "out with other files": (("--output-dir", "FOLDER"), "is not empty; give a folder that is new"),
     "out with a long name": (("--output-dir", "o" * 300), "cannot be written: [Errno 36] File name too long"),
-    "out that is a link": (("--output-dir", "LINK"), "link is no folder to write into"),
+    "out that is a link": (("--output-dir", "LINK"), "link is not a writable folder"),
     "evaluation on nothing": (("--eval-share", "0.01"), "leaves none to evaluate on"),
     "no file of options": (("--config", "none.yaml"), "there is no file none.yaml"),
     "no wandb": (("--report-to", "wandb"), "not installed: pip install wandb"),
@@ -123,7 +123,7 @@ def test_rows_longer_than_the_context_are_warned_of(home, tmp_path, capsys):
 def test_a_resume_that_fails_keeps_the_options(home, tmp_path, monkeypatch, capsys):
     out, length = tmp_path / "out", ("--max-length", "64")
     assert train(home, out, *length, "--max-steps", "2", "--resume") == 0
-    assert capsys.readouterr().err.startswith(f"warning: --resume, but {out} has no run: a new one begins")
+    assert capsys.readouterr().err.startswith(f"warning: no run in {out} to resume; starting a new one")
     before = (out / "options.yaml").read_text()
     for words, flags, how in (
         ("has a checkpoint after step 2, and this run is to have 1", ("--max-steps", "1"), {}),
@@ -141,7 +141,7 @@ def test_a_resume_that_fails_keeps_the_options(home, tmp_path, monkeypatch, caps
     assert "max_steps: 3" in (out / "options.yaml").read_text()
     assert train(home, out, *longer) == 0
     said = capsys.readouterr().err
-    assert "resumed after step 3\n" in said and "changed since" not in said and "has no run" not in said
+    assert "resumed after step 3\n" in said and "changed since" not in said and "no run in" not in said
 
 
 def edited(file, **changes):

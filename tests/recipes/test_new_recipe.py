@@ -106,7 +106,7 @@ def test_a_recipe_without_labels(home, tmp_path, monkeypatch, capsys):
 
     assert run("here") == 0
     said = capsys.readouterr().err
-    assert "rows.jsonl: 8 rows\n" in said and "perplexity" not in said and "gradient of the head" in said
+    assert "rows.jsonl: 8 rows\n" in said and "perplexity" not in said and "head gradient" in said
     found = metrics(tmp_path / "here", "eval_loss")
     assert found[4] < found[0] and not metrics(tmp_path / "here", "perplexity")
     on_two(tmp_path, lambda: run("two"))

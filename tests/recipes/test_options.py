@@ -139,10 +139,10 @@ SAID = {
     ("--push-to-hub", "--run_name=x"): "sft has no option --push-to-hub; there is none; `hf upload",
     ("--lr", "3"): "sft has no option --lr; did you mean --learning-rate or ",
     ("--epochs", "3"): "sft has no option --epochs; did you mean --num-train-epochs?",
-    ("--merge", "false"): "unexpected argument 'false'; a switch has no value: --merge, or --no-merge",
+    ("--merge", "false"): "unexpected argument 'false'; flags take no value: --merge, or --no-merge",
     ("--base_model", "x"): "sft has no option --base-model; here MODEL, the argument without a name; model: in a",
     ("--data", "a.jsonl", "b.jsonl"): "unexpected argument 'b.jsonl'; did you mean --data b.jsonl?",
-    ("other",): "unexpected argument 'other'; only MODEL has no name",
+    ("other",): "unexpected argument 'other'; MODEL is the only positional argument",
 }
 
 

@@ -110,10 +110,10 @@ class Outcomes:
         counts["trained"] = sum(part.trained for part in kept)
         if not example.trained:
             counts["untrained"] = 1
-            note = "dropped: it has no token to train (no answer, an empty answer, or train false)"
+            note = "dropped: it has no trained tokens (no answer, an empty answer, or train false)"
         elif not kept:
             counts["cut_away"] = 1
-            note = f"dropped: it has {example.size:,} tokens, and none to train before --max-length {self.length}"
+            note = f"dropped: it has {example.size:,} tokens, and --max-length {self.length} cuts it before the answer"
         elif tokens_cut := example.size - sum(part.size for part in parts):
             counts |= {"truncated": 1, "tokens_cut": tokens_cut}
             note = f"cut, it has {example.size:,} tokens"
@@ -128,9 +128,9 @@ class Counts:
 
     A row counts in each epoch, from when the window that it is in is read.
     rows. tokens, trained: all tokens, and those with a label, that go into batches. truncated: rows that are cut;
-    tokens_cut: the tokens cut off. untrained: rows dropped since they train no token; cut_away: rows dropped since
-    truncation left none to train. bad: rows that --skip-bad dropped. with_end: rows that should train a token that
-    stops the model; ends: those that do. With skip_bad, rows without a token to train may be many. warns: whether this
+    tokens_cut: the tokens cut off. untrained: rows dropped without trained tokens; cut_away: rows dropped since they
+    are truncated before the answer. bad: rows that --skip-bad dropped. with_end: rows that should train a token that
+    stops the model; ends: those that do. With skip_bad, rows without trained tokens may be many. warns: whether this
     process shows warnings.
     """
 
@@ -159,9 +159,9 @@ class Counts:
         if is_too_little:
             skip = "" if self.skip_bad else "; --skip-bad trains on the others"
             raise InputError(
-                f"{dropped} of {n['rows']} rows have no token to train: {n['untrained']} have none, and "
-                f"{n['cut_away']} none before --max-length {self.length}.{next_step} correct the rows{skip}; --dry-run "
-                "--show 3 shows what is trained"
+                f"{dropped} of {n['rows']} rows have no trained tokens: {n['untrained']} have none, and "
+                f"{n['cut_away']} are truncated before the answer, at --max-length {self.length}.{next_step} correct "
+                f"the rows{skip}; --dry-run --show 3 shows what is trained"
             )
         if n["rows"] == n["bad"] >= self.total:
             raise InputError(f"none of the {self.total} rows can be read; without --skip-bad the error names the first")
@@ -248,12 +248,13 @@ class Batches(Iterator[list[Any]]):
         """The windows from a row of an epoch on: the epoch and the row where each begins, and its batches."""
         indices = self._indices(epoch, row)
         chunks = iter(lambda: list(itertools.islice(indices, -(-self.window // CHUNKS))), [])
-        with contextlib.closing(map_ahead(self.outcomes, chunks, CHUNKS, self.workers)) as found:
-            outcomes = itertools.chain.from_iterable(found)
+        with contextlib.closing(map_ahead(self.outcomes, chunks, CHUNKS, self.workers)) as results:
+            outcomes = itertools.chain.from_iterable(results)
             while self.epochs is None or epoch < self.epochs:
                 window = list(itertools.islice(outcomes, min(self.window, len(self.rows) - row)))
                 self.counts.add(window)
-                yield epoch, row, self._batches_of([one for outcome in window for one in outcome.examples], epoch, row)
+                examples = [example for outcome in window for example in outcome.examples]
+                yield epoch, row, self._batches_of(examples, epoch, row)
                 row += len(window)
                 if row == len(self.rows):
                     epoch, row = epoch + 1, 0
@@ -370,8 +371,8 @@ def _check_labels(rows: Rows) -> None:
 
 def digest(paths: Sequence[Path]) -> int:
     """A digest of the contents of files; 0 without any."""
-    found = hashlib.blake2b(digest_size=7)
+    hasher = hashlib.blake2b(digest_size=7)
     for number, path in enumerate(dict.fromkeys(paths)):
         with path.open("rb") as file:
-            found.update(b"%d" % number + hashlib.file_digest(file, "blake2b").digest())
-    return int.from_bytes(found.digest()) if paths else 0
+            hasher.update(b"%d" % number + hashlib.file_digest(file, "blake2b").digest())
+    return int.from_bytes(hasher.digest()) if paths else 0

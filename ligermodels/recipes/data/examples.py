@@ -204,8 +204,8 @@ def _tokenise(
     text: str, spans: list[tuple[int, int]], tokenizer: Tokenizer, add_special_tokens: bool = False
 ) -> tuple[list[int], list[int], dict[str, str]]:
     """The ids of the text, a mask: 1 for tokens with a character in one of the spans, and doubts about the first."""
-    found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-    ids, offsets = found["input_ids"], found["offset_mapping"]
+    encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
     mask, doubts = mask_of(offsets, spans), dict[str, str]()
     first = mask.index(1) if 1 in mask else 0
     if first and offsets[first][0] < spans[0][0]:  # the token has characters of the prompt
@@ -238,10 +238,10 @@ def _encode_conversation(item: Conversation, tokenizer: Tokenizer, every_token: 
         spans = _spans(text, messages, trained, render, tokenizer)
     ids, mask, doubts = _tokenise(text, spans, tokenizer)
     mask = mask if marks is None else [mark & bit for mark, bit in zip(marks, mask, strict=True)]
-    found = None
+    images = None
     if processor is not None:
-        ids, mask, found = of_images.add(text, mask, item.images, processor)
-    return _example(ids, mask, tokenizer.chat_stop_ids, doubts, found)
+        ids, mask, images = of_images.add(text, mask, item.images, processor)
+    return _example(ids, mask, tokenizer.chat_stop_ids, doubts, images)
 
 
 def _has_marks(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> bool:
@@ -451,10 +451,10 @@ def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
         "max_seqlen": max(lengths),
     }
-    found = [example.images for example in examples if example.images is not None]
-    if any(one.is_alone for one in found):
+    images = [example.images for example in examples if example.images is not None]
+    if any(item.is_alone for item in images):
         del batch["cu_seqlens"], batch["max_seqlen"]
-    return batch | of_images.batch(found, input_ids.shape[1])
+    return batch | of_images.batch(images, input_ids.shape[1])
 
 
 def filled_batch(batch: Mapping[str, Any], length: int) -> dict[str, Any]:

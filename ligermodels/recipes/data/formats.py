@@ -79,7 +79,7 @@ class Answers:
 
     @property
     def chats(self) -> list[Conversation]:
-        return [one for one in self.sequences if isinstance(one, Conversation)]
+        return [sequence for sequence in self.sequences if isinstance(sequence, Conversation)]
 
 
 Item = Conversation | Text | Tokens | Answers
@@ -121,18 +121,16 @@ def read(row: Mapping[str, Any], system_prompt: str | None = None) -> Item:
     for key in row.keys() & _NOT_READ.keys():
         if row[key]:
             raise InputError(f"{key}: {_NOT_READ[key]}")
-    item, given = FORMATS[name][1](row), row.get("images") or row.get("image") or None
+    item, row_images = FORMATS[name][1](row), row.get("images") or row.get("image") or None
     if isinstance(item, Conversation):
-        messages, found = images.place(item.messages, given, folder)
-        item = replace(item, messages=messages, images=found)
-    elif given is not None or any(
-        images.are_in(getattr(one, "messages", ())) for one in getattr(item, "sequences", ())
-    ):
+        messages, sources = images.place(item.messages, row_images, folder)
+        item = replace(item, messages=messages, images=sources)
+    elif row_images is not None or any(images.are_in(chat.messages) for chat in getattr(item, "chats", ())):
         raise InputError(f"images: rows of {name} train on text only, for now; rows with messages take images")
     if system_prompt is None:
         return item
     if isinstance(item, Answers):
-        return replace(item, sequences=tuple(_with_system(one, system_prompt) for one in item.sequences))
+        return replace(item, sequences=tuple(_with_system(sequence, system_prompt) for sequence in item.sequences))
     return _with_system(item, system_prompt)
 
 
@@ -321,39 +319,39 @@ def _message(message: Any, field: str) -> Message:
     """A message as chat templates take it, of one with role and content, or with sharegpt's from and value."""
     if not isinstance(message, Mapping):
         raise _wrong(field, "a dict with role and content", message)
-    found = {key: value for key, value in message.items() if value is not None and key not in ("train", "weight")}
-    if "from" in found and "role" not in found:
-        name, found["content"] = found.pop("from"), found.pop("value", None)
+    fields = {key: value for key, value in message.items() if value is not None and key not in ("train", "weight")}
+    if "from" in fields and "role" not in fields:
+        name, fields["content"] = fields.pop("from"), fields.pop("value", None)
         if not isinstance(name, str) or name not in _ROLES:
             raise InputError(f"{field}.from: {short(name)} is none of {', '.join(_ROLES)}")
-        found["role"] = _ROLES[name]
+        fields["role"] = _ROLES[name]
         if name == "function_call":
-            found["tool_calls"], found["content"] = found["content"], None
-    role, content = found.get("role"), found.get("content")
-    meant = _ROLES.get(str(role).lower())  # a template would render a role that is misspelt, and not train it
-    if meant not in ("user", "assistant"):
-        meant = next(iter(get_close_matches(str(role).lower(), _KNOWN, 1, 0.75)), role)
-    if not isinstance(role, str) or not role or role != meant:
-        raise _wrong(f"{field}.role", repr(meant) if meant else "a text", role)
+            fields["tool_calls"], fields["content"] = fields["content"], None
+    role, content = fields.get("role"), fields.get("content")
+    known_role = _ROLES.get(str(role).lower())  # a template would render a role that is misspelt, and not train it
+    if known_role not in ("user", "assistant"):
+        known_role = next(iter(get_close_matches(str(role).lower(), _KNOWN, 1, 0.75)), role)
+    if not isinstance(role, str) or not role or role != known_role:
+        raise _wrong(f"{field}.role", repr(known_role) if known_role else "a text", role)
     if content is not None and not isinstance(content, str | list):
         raise _wrong(f"{field}.content", "a text", content)
     for n, part in enumerate(content if isinstance(content, list) else []):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("image", "image_url") and (kind != "text" or not isinstance(part.get("text"), str)):
+        part_type = part.get("type") if isinstance(part, Mapping) else None
+        if part_type not in ("image", "image_url") and (part_type != "text" or not isinstance(part.get("text"), str)):
             raise _wrong(f"{field}.content[{n}]", 'a part of the type "text" or "image"', part)
-    if found.get("tool_calls"):
-        calls = _parsed(found["tool_calls"], list | dict, f"{field}.tool_calls")
+    if fields.get("tool_calls"):
+        calls = _parsed(fields["tool_calls"], list | dict, f"{field}.tool_calls")
         calls = calls if isinstance(calls, list) else [calls]
-        found["tool_calls"] = [_call(call, f"{field}.tool_calls[{n}]") for n, call in enumerate(calls)]
-    if content is None and not any(found.get(key) for key in ("tool_calls", *REASONING)):
+        fields["tool_calls"] = [_call(call, f"{field}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    if content is None and not any(fields.get(key) for key in ("tool_calls", *REASONING)):
         raise InputError(f"{field}.content is {'null' if 'content' in message else 'missing'}")
     if content is None:  # templates test whether it is there, and print one that is null
-        found.pop("content", None)
+        fields.pop("content", None)
     # `weight` is OpenAI's name of `train`, with 0 and 1.
     flag = next((message[key] for key in ("train", "weight") if message.get(key) is not None), role == "assistant")
     if flag not in (0, 1) or (flag and role != "assistant"):
         raise _wrong(f"{field}: train, weight", "true or false, and true for the assistant's messages alone", flag)
-    return found if flag or role != "assistant" else found | {"train": False}
+    return fields if flag or role != "assistant" else fields | {"train": False}
 
 
 def _call(call: Any, field: str) -> Message:

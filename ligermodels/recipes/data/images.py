@@ -46,27 +46,27 @@ class Images:
 
 
 def place(
-    messages: Sequence[Mapping[str, Any]], given: Any, folder: Path | None
+    messages: Sequence[Mapping[str, Any]], row_images: Any, folder: Path | None
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """The messages with {"type": "image"} for each image, and the images in that order.
 
-    given: `images` of the row. folder: what relative paths are relative to. Raises InputError.
+    row_images: `images` of the row. folder: what relative paths are relative to. Raises InputError.
     """
-    if given is None and not are_in(messages):
+    if row_images is None and not are_in(messages):
         return [dict(message) for message in messages], []
     from ligermodels.vision.processor import split_media
 
-    found, own, _ = split_media(messages)
-    if given is not None and own:
+    placed, images, _ = split_media(messages)
+    if row_images is not None and images:
         raise InputError("images: the row has some, and so have parts of its messages. Give them in one place")
-    if given is not None:
-        own = list(given) if isinstance(given, list | tuple) else [given]
-        if not any(isinstance(message.get("content"), list) for message in found):
-            found = _marked(found, len(own))
-    places = [part for message in found for part in _parts(message) if part.get("type") == "image"]
-    if len(places) != len(own):
-        raise InputError(f"images: there are {len(own)}, and the messages have places for {len(places)}")
-    return found, [_source(image, folder) for image in own]
+    if row_images is not None:
+        images = list(row_images) if isinstance(row_images, list | tuple) else [row_images]
+        if not any(isinstance(message.get("content"), list) for message in placed):
+            placed = _marked(placed, len(images))
+    places = [part for message in placed for part in _parts(message) if part.get("type") == "image"]
+    if len(places) != len(images):
+        raise InputError(f"images: there are {len(images)}, and the messages have places for {len(places)}")
+    return placed, [_source(image, folder) for image in images]
 
 
 def are_in(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -85,13 +85,13 @@ def _marked(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]
         n = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
         question = messages[n] | {"content": MARK * number + messages[n].get("content", "")}
         messages = [*messages[:n], question, *messages[n + 1 :]]
-    found = []
+    marked = []
     for message in messages:
         parts: list[dict[str, Any]] = []
         for n, piece in enumerate(message.get("content", "").split(MARK)):
             parts += [{"type": "image"}] * (n > 0) + [{"type": "text", "text": piece}] * (piece != "")
-        found.append(message | {"content": parts} if {"type": "image"} in parts else message)
-    return found
+        marked.append(message | {"content": parts} if {"type": "image"} in parts else message)
+    return marked
 
 
 def _source(image: Any, folder: Path | None) -> Any:
@@ -141,9 +141,10 @@ def shorten(text: str, token: str) -> str:
 # ---- of a batch ----
 
 
-def batch(found: Sequence[Images], length: int) -> dict[str, Tensor]:
+def batch(images: Sequence[Images], length: int) -> dict[str, Tensor]:
     """The tensors that images, in the order of their tokens, add to a batch of `length` tokens."""
-    joined = {name: torch.cat([one.tensors[name] for one in found]) for name in (found[0].tensors if found else ())}
+    names = images[0].tensors if images else ()
+    joined = {name: torch.cat([item.tensors[name] for item in images]) for name in names}
     if (mask := joined.get("cross_attention_mask")) is not None:  # [1, tokens, images, tiles], of the whole text
         joined["cross_attention_mask"] = F.pad(mask, (0, 0, 0, 0, 0, length - mask.shape[1]))
     return joined

@@ -148,8 +148,8 @@ def open_sources(sources: Sequence[str], seed: int) -> Rows:
     """The rows of several sources. A weight after a source, FILE*1.5, takes all rows once, and half of them again."""
     parts, indices, start = [], list[int](), 0
     for number, source in enumerate(sources):
-        found = re.fullmatch(r"(.+)\*(\d+\.?\d*|\.\d+)", source)
-        name, weight = (found[1], float(found[2])) if found else (source, 1.0)
+        match = re.fullmatch(r"(.+)\*(\d+\.?\d*|\.\d+)", source)
+        name, weight = (match[1], float(match[2])) if match else (source, 1.0)
         rows = open_rows(name)
         whole, rest = divmod(round(weight * len(rows)), len(rows))
         if not whole and not rest:
@@ -208,9 +208,11 @@ def _open_rows(source: str) -> Rows:
     return HookedLayer([_open_file(Path(file)) for file in chosen])
 
 
-def _split_of(found: Any, split: str | None) -> Any:
-    """The split of several. Raises InputError, which names those that there are."""
-    splits = {str(name): data for name, data in found.items()} if isinstance(found, Mapping) else {"train": found}
+def _split_of(data_sets: Any, split: str | None) -> Any:
+    """The split of one data set or of several by name. Raises InputError, which names those that there are."""
+    if not isinstance(data_sets, Mapping):
+        data_sets = {"train": data_sets}
+    splits = {str(name): data for name, data in data_sets.items()}
     chosen = split or ("train" if len(splits) > 1 else next(iter(splits)))
     if chosen not in splits:
         raise InputError(f"there is no split {short(chosen)}; there are {', '.join(splits)}")

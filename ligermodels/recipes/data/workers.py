@@ -31,15 +31,15 @@ def map_ahead(work: Work, items: Iterator[Any], ahead: int, processes: int) -> G
     TrainingError if a process dies.
     """
     free: queue.SimpleQueue[Work] = queue.SimpleQueue()
-    for one in [_in_process(work) for _ in range(processes)] or [work]:
-        free.put(one)
+    for worker in [_in_process(work) for _ in range(processes)] or [work]:
+        free.put(worker)
 
     def call(item: Any) -> Any:
-        one = free.get()
+        worker = free.get()
         try:
-            return one(item)
+            return worker(item)
         finally:
-            free.put(one)
+            free.put(worker)
 
     executor = ThreadPoolExecutor(max(1, processes), "rows")
     results = collections.deque[Any]()

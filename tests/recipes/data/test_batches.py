@@ -154,14 +154,14 @@ def test_a_long_row_is_cut_or_split():
 
 
 LATE, STOPS = functools.partial(encode, first=5), functools.partial(encode, end=999)
-UNTRAINED = "".join(rf"\n  lengths:{n}: dropped: it has no token to train \(no answer[^\n]*" for n in (90, 91, 92))
+UNTRAINED = "".join(rf"\n  lengths:{n}: dropped: it has no trained tokens \(no answer[^\n]*" for n in (90, 91, 92))
 CUT = r"trains a token that stops the model.*cut before it.*lengths:1: cut, it has 8 tokens"
 TOO_LITTLE = {  # sizes, process, length, the error or None
     "10 of 100": ([5] * 89 + [1] * 10 + [5], encode, 8, None),
     "11 of 100": ([5] * 89 + [1] * 11, encode, 8, f"^11 of 100 rows .*11 have none.*{UNTRAINED}\n  Ne.*skip-bad tr"),
     "11 of 100, skipped": ([5] * 89 + [1] * 11, encode, 8, None),
-    "all, skipped": ([1] * 9 + [0], encode, 8, "9 of 10 rows have no token to train"),
-    "cut away": ([9, 9], LATE, 5, r"2 of 2 rows .*, and 2 none before --max-length 5.*\n  lengths:1: dropped: it"),
+    "all, skipped": ([1] * 9 + [0], encode, 8, "9 of 10 rows have no trained tokens"),
+    "cut away": ([9, 9], LATE, 5, r"2 of 2 rows .*, and 2 are truncated .* --max-length 5.*\n  lengths:1: dropped: it"),
     "cut": ([9] * 19 + [6], LATE, 7, None),
     "no stop": ([5, 5], lambda row: Example([1, 2], [IGNORED, 2], (9,)), 8, "none of 2 rows trains a token that stops"),
     "one stop": ([5, 5], lambda row: Example([1, 2], [IGNORED, 2], (row["id"] + 1,)), 8, None),
