@@ -25,7 +25,7 @@ from ligermodels.checkpoint.files import takes_images
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.recipes.data.examples import best_fit
 from ligermodels.recipes.data.formats import format_of, label_of
-from ligermodels.recipes.data.rows import Joined, Rows, held_out, open_rows, open_sources
+from ligermodels.recipes.data.rows import JoinedRows, Rows, held_out, open_rows, open_sources
 from ligermodels.recipes.data.workers import map_ahead
 from ligermodels.text.chat import TemplateError
 
@@ -306,7 +306,7 @@ class Data:
         if options.max_samples is not None:
             number, total = min(options.max_samples, len(self.rows)), len(self.rows)
             step = total / number if len(options.data) > 1 else 1.0  # of several sets, each its share
-            self.rows = HookedLayer([self.rows], [int(n * step) for n in range(number)])
+            self.rows = JoinedRows([self.rows], [int(n * step) for n in range(number)])
         if options.eval_data is not None:
             self.eval_rows = open_rows(options.eval_data)
         elif options.eval_share:

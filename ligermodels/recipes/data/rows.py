@@ -119,7 +119,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-class HookedLayer(Rows):
+class JoinedRows(Rows):
     """Rows of several sources: all of them one after another, or those of `indices` in the order of all."""
 
     def __init__(self, parts: Sequence[Rows], indices: Sequence[int] | None = None) -> None:
@@ -158,7 +158,7 @@ def open_sources(sources: Sequence[str], seed: int) -> Rows:
         indices += [start + n for n in [*range(len(rows))] * whole + sorted(repeated)]
         parts.append(rows)
         start += len(rows)
-    return HookedLayer(parts, indices)
+    return JoinedRows(parts, indices)
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
@@ -168,7 +168,7 @@ def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
         raise InputError(f"eval_share={share:g} of {len(rows)} rows leaves none to evaluate on, or none to train on")
     chosen = set(random.Random(seed).sample(range(len(rows)), number))
     rest = [index for index in range(len(rows)) if index not in chosen]
-    return HookedLayer([rows], rest), HookedLayer([rows], sorted(chosen))
+    return JoinedRows([rows], rest), JoinedRows([rows], sorted(chosen))
 
 
 def open_rows(source: str | Path) -> Rows:
@@ -205,7 +205,7 @@ def _open_rows(source: str) -> Rows:
             data = _split_of(datasets.load_from_disk(str(path)), split)
             return DataSet(data, f"{path}: row ", path, sorted(path.rglob("*.arrow")))
         chosen = _split_of(datasets.load_dataset_builder(str(path)).config.data_files, split)
-    return HookedLayer([_open_file(Path(file)) for file in chosen])
+    return JoinedRows([_open_file(Path(file)) for file in chosen])
 
 
 def _split_of(data_sets: Any, split: str | None) -> Any:
