@@ -397,7 +397,8 @@ def flash_attention(
 ) -> Tensor:  # fmt: skip
     """`attention` of attention.py, which documents and checks the arguments; D <= 256."""
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if q.shape[1] == 1 and key_mask is None and not trained:
+    plain = key_mask is None and not trained and not torch.compiler.is_compiling()  # its kernel has K as a constant
+    if q.shape[1] == 1 and plain:
         starts = torch.zeros(len(q), dtype=torch.int32, device=q.device)
         lengths = torch.full_like(starts, k.shape[1])
         return decode_attention(q, k, v, starts, lengths, window=window, softcap=softcap, scale=scale)
