@@ -154,10 +154,10 @@ def test_a_text_in_parts_packed_and_with_a_hook(model):
 
 @pytest.mark.parametrize("captured", [False, True], ids=["by host", "as a graph would"])
 def test_generated_tokens_are_those_of_the_whole_text(model, monkeypatch, captured):
-    run, steps = graphs.Step.run, []
+    run, steps = graphs.DecodeStep.run, []
     monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"} if captured else set())
     monkeypatch.setattr(graphs, "obstacle_to_capture", lambda model: None)  # classes of another package
-    monkeypatch.setattr(graphs.Step, "run", lambda self, *inputs: (steps.append(1), run(self, *inputs))[1])
+    monkeypatch.setattr(graphs.DecodeStep, "run", lambda self, *inputs: (steps.append(1), run(self, *inputs))[1])
     found = model.generate(IDS, max_new_tokens=20)
     assert len(steps) == 19 * captured
     expected = IDS
