@@ -19,8 +19,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import tiny
-
 from ligermodels.recipes import train
 
 SUMS = [(a, b) for a in range(10) for b in range(10)]
@@ -47,6 +45,8 @@ def write_data(folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> list[float]:
     """The mean reward of each step."""
+    import tiny  # here, so that the command line can import `reward` from anywhere
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a new folder for data, models and reports; default a temporary one")
     parser.add_argument("--sft-steps", type=int, default=400)

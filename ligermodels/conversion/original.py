@@ -49,7 +49,7 @@ from ligermodels.errors import CheckpointError, ConfigError, TokenizerError
 from ligermodels.text import saving
 from ligermodels.text.backend import Backend
 from ligermodels.text.files import call_settings, read_files
-from ligermodels.text.ranks import is_tiktoken
+from ligermodels.text.tiktoken import is_tiktoken
 
 PARAMS = "params.json"
 ROPE_FACTORS = {2048: 32.0, 3072: 32.0, 4096: 8.0, 8192: 8.0, 16384: 8.0}

@@ -1,7 +1,7 @@
 """The vocabulary of a tokenizer's folder as a `tokenizers.Tokenizer`.
 
-A tokenizer.json is read as it is, with its own post-processor; pieces.py and ranks.py convert the other files. As in
-transformers 5.23, `add_bos_token` and `add_eos_token` of tokenizer_config.json are not read beside a tokenizer.json,
+A tokenizer.json is read as it is, with its own post-processor; sentencepiece.py and tiktoken.py convert the other
+files. As in transformers 5.23, `add_bos_token` and `add_eos_token` of tokenizer_config.json are not read beside it;
 padding and truncation stored in the file are switched off, and the added and special tokens of tokenizer_config.json
 are merged into those of the file.
 
@@ -20,7 +20,7 @@ from reprlib import repr as short
 from typing import NamedTuple
 
 from ligermodels.errors import TokenizerError
-from ligermodels.text import pieces, ranks
+from ligermodels.text import sentencepiece, tiktoken
 from ligermodels.text.files import AddedToken, Converted, TokenizerFiles, read_bytes, read_text
 
 
@@ -148,10 +148,10 @@ def _open(files: TokenizerFiles) -> Converted:
 
     path = files.vocabulary
     assert path is not None
-    if path.name == "tekken.json" or (path.name != "tokenizer.json" and ranks.is_tiktoken(read_bytes(path))):
-        return ranks.convert(path, files)
+    if path.name == "tekken.json" or (path.name != "tokenizer.json" and tiktoken.is_tiktoken(read_bytes(path))):
+        return tiktoken.convert(path, files)
     if path.name != "tokenizer.json":
-        return pieces.convert(path, files)
+        return sentencepiece.convert(path, files)
     text = read_text(path)
     try:
         with _native_errors(str(path)):

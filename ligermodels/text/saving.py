@@ -21,7 +21,7 @@ from ligermodels.checkpoint.files import MORE_TEMPLATES, SPECIAL_TOKENS, TEMPLAT
 from ligermodels.errors import HubError, TokenizerError
 from ligermodels.text.backend import Backend
 from ligermodels.text.files import TokenizerFiles, call_settings, names_in
-from ligermodels.text.ranks import is_tiktoken
+from ligermodels.text.tiktoken import is_tiktoken
 
 
 def contents(

@@ -17,7 +17,7 @@ from ligermodels.conversion import Options, convert
 from ligermodels.conversion.layouts import open_source
 from ligermodels.conversion.original import MetaSource
 from ligermodels.errors import CheckpointError, LigermodelsError, TokenizerError
-from ligermodels.text import Tokenizer, ranks
+from ligermodels.text import Tokenizer, tiktoken
 from tests.conversion.layouts import cut, logits, write_meta
 from tests.text import folders
 
@@ -149,7 +149,7 @@ def test_a_tiktoken_tokenizer(tmp_path, monkeypatch):
     with pytest.raises(TokenizerError, match=r"tiktoken file of .*take tokenizer.json"):
         convert(folder, folder / "hf", QUIET)
     assert not (folder / "hf").exists()
-    monkeypatch.setattr(ranks, "LLAMA_3_SIZE", len(tokens))
+    monkeypatch.setattr(tiktoken, "LLAMA_3_SIZE", len(tokens))
     convert(folder, folder / "hf", QUIET)
     assert_same_tokenizer(folder, folder / "hf")
     assert Tokenizer.from_folder(folder / "hf").eos_token_ids == Tokenizer.from_folder(folder).eos_token_ids

@@ -11,7 +11,7 @@ import regex
 from transformers import AutoTokenizer
 
 from ligermodels.errors import TokenizerError
-from ligermodels.text import Tokenizer, ranks
+from ligermodels.text import Tokenizer, tiktoken
 from tests.text import folders
 
 LLAMA_3 = (
@@ -50,7 +50,7 @@ def merged(text, tokens, pattern):
 def meta(tmp_path, monkeypatch):
     """(folder, tokens) of a small file in the place of Llama 3's."""
     tokens = folders.tiktoken_file(tmp_path / "meta" / "tokenizer.model")
-    monkeypatch.setattr(ranks, "LLAMA_3_SIZE", len(tokens))
+    monkeypatch.setattr(tiktoken, "LLAMA_3_SIZE", len(tokens))
     return tmp_path / "meta", tokens
 
 
@@ -184,7 +184,7 @@ QQQ = base64.b64encode(b"qqq") + b" "
     ],
 )
 def test_a_bad_file(tmp_path, monkeypatch, write, message):
-    monkeypatch.setattr(ranks, "LLAMA_3_SIZE", len(folders.ranked_tokens()))
+    monkeypatch.setattr(tiktoken, "LLAMA_3_SIZE", len(folders.ranked_tokens()))
     write(tmp_path)
     with pytest.raises(TokenizerError, match=message) as caught:
         Tokenizer.from_folder(tmp_path)
