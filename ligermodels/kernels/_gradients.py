@@ -23,6 +23,31 @@ MARK = "_accumulates_in_place"
 """The attribute of parameters whose gradients are added in place."""
 
 
+@triton.jit(do_not_specialize=["n_parts"])
+def sum_parts_kernel(
+    first_ptr, second_ptr, parts_ptr, n_parts, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Sums n_parts rows of N into first, and the next n_parts rows into second, if the grid's second dim is 2.
+
+    first and second are two tensors, since torch.compile loses a write where two arguments share one memory.
+    """
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    parts_ptr += tl.program_id(1).to(tl.int64) * n_parts * N
+    total = tl.zeros([ROWS, BLOCK], parts_ptr.dtype.element_ty)
+    for start in range(0, n_parts, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        mask = (rows < n_parts)[:, None] & (cols < N)[None, :]
+        total += tl.load(parts_ptr + rows.to(tl.int64)[:, None] * N + cols, mask=mask, other=0.0)
+    grad = tl.sum(total, 0)
+    if second_ptr is not None:
+        if tl.program_id(1) == 1:
+            tl.store(second_ptr + cols, grad.to(second_ptr.dtype.element_ty), mask=cols < N)
+        else:
+            tl.store(first_ptr + cols, grad.to(first_ptr.dtype.element_ty), mask=cols < N)
+    else:
+        tl.store(first_ptr + cols, grad.to(first_ptr.dtype.element_ty), mask=cols < N)
+
+
 @triton.jit
 def _write_kernel(out, x, factor, size, ADD: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

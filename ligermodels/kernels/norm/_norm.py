@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import check_operand, describe
+from ligermodels.kernels._gradients import sum_parts_kernel
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._recompute import attach
 from ligermodels.kernels._triton import (
@@ -27,7 +28,7 @@ from ligermodels.kernels._triton import (
     overlapping,
     overlaps_launches,
 )
-from ligermodels.kernels.norm._norm_kernels import backward_kernel, forward_kernel, sum_parts_kernel
+from ligermodels.kernels.norm._norm_kernels import backward_kernel, forward_kernel
 
 MAX_WIDTH = 16384, 8192
 """Maximum row width that fits a program's registers, of RMSNorm and LayerNorm; wider rows run the reference."""

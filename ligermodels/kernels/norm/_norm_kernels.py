@@ -4,7 +4,7 @@
 
 - A program has whole rows in registers.
 - The backward is persistent: each program strides over tiles of rows, with the loads of the next tiles in flight, and
-  sums its part of dweight and dbias in registers. A second kernel sums these parts in a fixed order (no atomics).
+  sums its part of dweight and dbias in registers. `sum_parts_kernel` sums these parts in a fixed order (no atomics).
 """
 
 # Triton's compiler has no (*tiles, tile), and mypy no tuple that grows:
@@ -208,28 +208,3 @@ def backward_kernel(
         if DB:
             skipped = tl.num_programs(0).to(tl.int64) * N if DW else 0
             tl.store(parts_ptr + skipped + cols, tl.sum(db[i], 0), mask=cols < N)
-
-
-@triton.jit(do_not_specialize=["n_parts"])
-def sum_parts_kernel(
-    first_ptr, second_ptr, parts_ptr, n_parts, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Sums n_parts rows of N into first, and the next n_parts rows into second, if the grid's second dim is 2.
-
-    first and second are two tensors, since torch.compile loses a write where two arguments share one memory.
-    """
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    parts_ptr += tl.program_id(1).to(tl.int64) * n_parts * N
-    total = tl.zeros([ROWS, BLOCK], parts_ptr.dtype.element_ty)
-    for start in range(0, n_parts, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        mask = (rows < n_parts)[:, None] & (cols < N)[None, :]
-        total += tl.load(parts_ptr + rows.to(tl.int64)[:, None] * N + cols, mask=mask, other=0.0)
-    grad = tl.sum(total, 0)
-    if second_ptr is not None:
-        if tl.program_id(1) == 1:
-            tl.store(second_ptr + cols, grad.to(second_ptr.dtype.element_ty), mask=cols < N)
-        else:
-            tl.store(first_ptr + cols, grad.to(first_ptr.dtype.element_ty), mask=cols < N)
-    else:
-        tl.store(first_ptr + cols, grad.to(first_ptr.dtype.element_ty), mask=cols < N)

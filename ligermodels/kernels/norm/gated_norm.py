@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import check_operand, describe
+from ligermodels.kernels._gradients import sum_parts_kernel
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import activation, head_rows
 from ligermodels.kernels._triton import (
@@ -36,7 +37,6 @@ from ligermodels.kernels._triton import (
     use_triton,
     wait_for_previous,
 )
-from ligermodels.kernels.norm._norm_kernels import sum_parts_kernel
 
 MAX_WIDTH = 8192
 """Maximum N that fits a program's registers; wider rows run the reference."""

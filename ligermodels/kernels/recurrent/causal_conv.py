@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import check_bounds, check_operand, describe
+from ligermodels.kernels._gradients import sum_parts_kernel
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import activation
 from ligermodels.kernels._triton import (
@@ -38,7 +39,6 @@ from ligermodels.kernels._triton import (
     triton,
     use_triton,
 )
-from ligermodels.kernels.norm._norm_kernels import sum_parts_kernel
 from ligermodels.kernels.recurrent._delta import chunk
 
 _FORWARD_SPAN, _BACKWARD_SPAN = 64, 256

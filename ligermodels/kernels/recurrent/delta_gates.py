@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import check_operand, describe
+from ligermodels.kernels._gradients import sum_parts_kernel
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import exp
 from ligermodels.kernels._triton import (
@@ -30,7 +31,6 @@ from ligermodels.kernels._triton import (
     triton,
     use_triton,
 )
-from ligermodels.kernels.norm._norm_kernels import sum_parts_kernel
 
 _ELEMENTS = 1024
 """Elements of a tile."""
