@@ -215,6 +215,19 @@ def test_logits_that_were_not_computed(model):
     assert model(IDS, return_logits=False).logits is None  # no loss that would have left them out
 
 
+def test_labels_leave_logits_out_except_in_evaluation(model):
+    """Trainers ask for predictions beside the loss there."""
+    computed = {}
+    for training, gradients in ((True, True), (True, False), (False, True), (False, False)):
+        with torch.set_grad_enabled(gradients):
+            computed[training, gradients] = "logits" in model.train(training)(IDS, labels=IDS)
+    model.eval()
+    assert computed == {(True, True): False, (True, False): False, (False, True): False, (False, False): True}
+    with torch.no_grad():
+        assert torch.equal(model(IDS, labels=IDS).logits, model(IDS).logits)
+        assert "logits" not in model(IDS, labels=IDS, return_logits=False)
+
+
 def test_a_vmap_is_refused(model):
     parameters = dict(model.named_parameters())
 
