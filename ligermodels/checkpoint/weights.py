@@ -280,14 +280,12 @@ def load(
     reader: Reader,
     *,
     device: torch.device | str,
-    dtype: torch.dtype | None = None,
     progress: bool = True,
     adopt: bool = False,
     leave: Container[str] = (),
 ) -> None:
     """Allocates the weights of `model`, all on the meta device, on `device`, and reads their values.
 
-    dtype: of all weights, by default each one's own.
     progress: show a bar over bytes on stderr if that is a terminal.
     adopt: on the CPU, a tensor of the weight's dtype and shape becomes the weight itself. Nothing else may use
         its memory, as with a mapped safetensors file. So without a GPU, one copy of the weights is in memory.
@@ -307,11 +305,11 @@ def load(
         params = dict(named_weights(model))
         for name, box in boxes.items():
             param, is_part = params[box.param], bool(box.index or box.is_rearranged)
-            if is_part or _is_sharded(param) or reader.headers[name].dtype != (dtype or param.dtype):
+            if is_part or _is_sharded(param) or reader.headers[name].dtype != param.dtype:
                 continue
             if (tensor := reader.read(name)).data_ptr() % tensor.element_size() == 0:
                 adopted[box.param] = tensor
-    allocate(model, device, dtype, adopted, leave)
+    allocate(model, device, adopted, leave)
     params = dict(named_weights(model))
     order = [name for name in reader.headers if name in boxes]
     extremes: dict[str, list[Tensor]] = {}
@@ -367,7 +365,6 @@ def _in_turn(*steps: _Steps | None) -> _Steps:
 def allocate(
     model: nn.Module,
     device: torch.device | str,
-    dtype: torch.dtype | None = None,
     adopted: Mapping[str, Tensor] | None = None,
     leave: Container[str] = (),
 ) -> None:
@@ -391,8 +388,6 @@ def allocate(
             )
     for name, param in named_weights(model):
         assert param.is_meta, f"only models on the meta device are filled; {name} is on {param.device}"
-        if dtype not in (None, param.dtype):
-            param.data = param.data.to(dtype)
         if name in leave:
             memory[id(param)] = param
         elif adopted and name in adopted:
