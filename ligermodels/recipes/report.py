@@ -181,7 +181,7 @@ def left_out(counts: Mapping[str, int]) -> str:
 
 
 def resume_command(options: TrainOptions, processes: int, *, skip_bad: bool) -> str:
-    """The command that continues a run of so many processes."""
+    """The command that continues a run. processes: their number."""
     torchrun = f"torchrun --nproc-per-node {processes} -m " * (processes > 1)
     file = shlex.quote(str(Path(options.output_dir) / "options.yaml"))
     return f"{torchrun}ligermodels train {options.recipe} --config {file} --resume{' --skip-bad' * skip_bad}"
