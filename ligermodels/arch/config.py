@@ -94,10 +94,9 @@ class CheckedFields:
 
     def _check_type(self, name: str, value: Any, hint: Any) -> None:
         allowed = _classes(hint)
-        absent = (
-            vars(cls).get(name, ...) is None for cls in type(self).__mro__
-        )  # follows from others, or is not there
-        if value is None and (type(None) in allowed or any(absent)):
+        # A field whose default is None follows from others, or is not there.
+        may_be_absent = any(vars(cls).get(name, ...) is None for cls in type(self).__mro__)
+        if value is None and (type(None) in allowed or may_be_absent):
             return
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if hint is int or (name == "sliding_window" and value is not None):
@@ -461,11 +460,8 @@ class NestedFields(CheckedFields):
             raise ConfigError(f"{cls.model_type}: {what}, expected {cls.text_type!r}")
         ids, types = {"bos_token_id", "eos_token_id", "pad_token_id"}, {"dtype", "torch_dtype"}
         quantized = {"quantization_config"} if config.get("quantization_config") else set()  # which is refused
-        left_out = KNOWN_WITHOUT_EFFECT - cls.field_names() - types - quantized | {
-            "root",
-            "text_config",
-            "vision_config",
-        }
+        parts = {"root", "text_config", "vision_config"}
+        left_out = KNOWN_WITHOUT_EFFECT - cls.field_names() - types - quantized | parts
         root = {key: value for key, value in config.items() if key not in left_out | ids}
         text = {key: value for key, value in text.items() if key not in left_out | (types & root.keys() and types)}
         tied = root.get("tie_word_embeddings") or text.get("tie_word_embeddings") or False
