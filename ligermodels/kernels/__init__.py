@@ -10,6 +10,8 @@ from ligermodels.kernels.attention.rope import (
 from ligermodels.kernels.experts.moe import (
     moe_experts as moe_experts,
     moe_experts_reference as moe_experts_reference,
+)
+from ligermodels.kernels.experts.route import (
     route as route,
     route_reference as route_reference,
 )

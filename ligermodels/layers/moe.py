@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.experts.experts import experts_of
-from ligermodels.kernels.experts.moe import route
+from ligermodels.kernels.experts.route import route
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand
 from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard
