@@ -7,7 +7,7 @@ from ligermodels.kernels.attention.rope import (
     rope_qk_reference as rope_qk_reference,
     rope_reference as rope_reference,
 )
-from ligermodels.kernels.experts.moe import (
+from ligermodels.kernels.experts.experts import (
     moe_experts as moe_experts,
     moe_experts_reference as moe_experts_reference,
 )

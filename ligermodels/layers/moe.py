@@ -13,7 +13,7 @@ from ligermodels.kernels.experts.route import route
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand
 from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard
-from ligermodels.layers.fusion import chosen, operand_kinds
+from ligermodels.layers.fusion import operand_kinds
 from ligermodels.layers.lora import Factor, scale_of
 from ligermodels.layers.parallel import MeshGroup, local_shard, replicated
 from ligermodels.layers.quantized import QuantizedLinear
@@ -79,8 +79,7 @@ class Experts(Adaptable):
 
     def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
         operands = [self.operand(name) for name in self.stacked]
-        runs = {"experts": "one op, grouped matmuls", "grouped": "grouped matmuls"}[chosen(operands)]
-        yield FusionPart("experts", runs + operand_kinds(operands), True)
+        yield FusionPart("experts", "one op, grouped matmuls" + operand_kinds(operands), True)
 
     def operand(self, name: str) -> LinearOperand:
         """The operand of "gate_up_proj" or "down_proj": a weight [E, out, in], and its adapter."""

@@ -1,25 +1,39 @@
-"""Experts of any operands: `moe_experts` for dense ones; the op of this file for frozen experts with LoRA adapters,
-quantised weights (QLoRA) or both.
+"""The experts of a mixture: MLPs over the tokens that `route` sends them, with any operands.
 
-    [gate | up] = x W1[e]^T + s1 (x A1[e]^T) B1[e]^T                  h = act(gate) * up
-    y[t] = sum over the experts e of t of weights[t, e] * (h W2[e]^T + s2 (h A2[e]^T) B2[e]^T)
+    y[t] = sum over j of weights[t, j] * down[e] @ h,   h = act(gate) * up,   [gate | up] = gate_up[e] @ x[t],
+    e = experts[t, j];   of experts without a gate h = act(up),   up = gate_up[e] @ x[t]
+
+An operand is a dense weight, or one in few bits, with or without a bias, and with or without an adapter: see `Adapter`.
 
 Shapes, as in the suffixes of names: T tokens, K experts of each token, R = T K rows (sorted by expert), E experts, H
-hidden size, I inner size, G = 2 I; M and N are any sizes.
+hidden size, I inner size, G = 2 I, or I without a gate; M and N are any sizes, r is the rank of an adapter. The layers
+`first` and `last` are gate_up and down.
 
-What differs from moe.py:
-- Each product is a grouped matmul of its own: one for W, one for all A[e], one for all B[e]. W gets no gradient, so no
-  tensor of its size is written.
-- Quantised weights are saved as they are, and dequantised for each matmul. When few tokens are decoded, only the
-  experts that they chose are dequantised, one copy for each of the T K rows.
-- The op saves for each of the T K rows: x if A1 is trained, gate_up, h and the expert's output, in all 2 H + 3 I
-  numbers; with `recompute` it saves only x of each token.
+What differs from a loop over experts:
+- A counting sort of two small kernels sorts the rows by expert, in token order; each grouped matmul runs over all
+  experts, and gathers the tokens' rows as it loads them (`_grouped_mm.py`). Nothing synchronises, and without atomics
+  the results have the same bits each time.
+- Gathering, not scattering: a kernel sums the K rows of each token in fp32, weighted, and rounds once. It also computes
+  dx.
+- Saved: x, or the inputs of the norm before it (`_recompute`), the routing, and gate_up unless it is recomputed, with
+  the r numbers scale x A^T of each row; not h or the experts' outputs. Weights in few bits are saved as they are, and
+  dequantised for each matmul. The gradient of a routing weight is <dy @ down, h> of its row: one kernel reads
+  (gate_up, dh), writes d_gate_up, and overwrites dh with weight * h for d_down.
+- Under activation checkpointing, the second run of a block ends before h, the down projection and the sum: `_Experts`
+  saves everything, `_Combine` nothing.
+- When few tokens are decoded, only the experts in few bits that they chose are dequantised, one copy for each row.
 
-Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+Bytes per token at 2-byte dtypes beside the matmuls: forward K (6 I + 2 H) + 2 H, backward K (12 I + 2 H) + 2 H.
+
+Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Gathering instead of scattering, and the gradient of the
+weights from dh: Guo et al. 2025, https://arxiv.org/abs/2512.14080. Adapters: Hu et al. 2021,
+https://arxiv.org/abs/2106.09685.
 """
 
 import functools
-from typing import Any
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +41,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
-from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
-from ligermodels.kernels.experts._grouped_mm import combine, dispatch, grouped_mm, grouped_mm_outer, sort_by_expert
-from ligermodels.kernels.experts.moe import check_experts, moe_experts
-from ligermodels.kernels.linear.glu import glu
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._math import ACTIVATIONS, activation
+from ligermodels.kernels._recompute import handle_of, may_overwrite, recomputed
+from ligermodels.kernels._triton import next_power_of_2, once_differentiable, tl, triton, use_triton
+from ligermodels.kernels.experts._grouped_mm import Low, grouped_mm, grouped_mm_outer, tile_rows
+from ligermodels.kernels.experts._order import Order, combine, sort_by_expert
+from ligermodels.kernels.linear.activation import activate_reference
+from ligermodels.kernels.linear.glu import glu_forward, glu_reference
 from ligermodels.kernels.linear.linear import linears_reference
 from ligermodels.kernels.linear.low_bit import LowBitWeight
 from ligermodels.kernels.linear.operand import LinearOperand, autocast_dtype, check, choose
@@ -39,103 +57,287 @@ from ligermodels.kernels.linear.operand import LinearOperand, autocast_dtype, ch
 def experts_reference(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *, activation: str
 ) -> Tensor:
-    check_experts(experts, gate_up.weight.shape[0])
+    """`experts_of` in plain PyTorch; raises InputError for an expert outside [0, E)."""
+    _check_experts(experts, gate_up.weight.shape[0])
+    gated = gate_up.weight.shape[1] == 2 * down.weight.shape[2]
+    unit = functools.partial(glu_reference if gated else activate_reference, activation=activation)
     y = torch.zeros((), dtype=weights.dtype, device=x.device)
-    for expert, layers in enumerate(zip(_each(gate_up, x), _each(down, x), strict=True)):
+    for expert, (first, last) in enumerate(zip(_each(gate_up, x), _each(down, x), strict=True)):
         here = experts == expert
-        rows = torch.where(here.any(-1, keepdim=True), x, 0)  # rows of other experts are zero, and so are their outputs
-        first, last = layers
-        out = linears_reference(glu(linears_reference(rows, [first]), activation=activation), [last])
+        rows = torch.where(here.any(-1, keepdim=True), x, 0)  # tokens of other experts are zero, and get a weight of 0
+        out = linears_reference(unit(linears_reference(rows, [first])), [last])
         y = y + out * (weights * here).sum(-1, keepdim=True)
     return y.to(x.dtype)
 
 
+def moe_experts_reference(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu"
+) -> Tensor:
+    """`moe_experts` in plain PyTorch; raises InputError for an expert outside [0, E)."""
+    operands = LinearOperand(gate_up_proj), LinearOperand(down_proj)
+    return experts_reference(x, weights, experts, *operands, activation=activation)
+
+
 def _each(operand: LinearOperand, x: Tensor) -> list[LinearOperand]:
     """The operand of each expert."""
-    weight, _, adapter = operand
+    weight, bias, adapter = operand
     whole = weight.dequantize(x.dtype) if isinstance(weight, LowBitWeight) else weight
-    if adapter is None:
-        return [LinearOperand(w) for w in whole]
-    factors = zip(whole, adapter.a, adapter.b, strict=True)
-    return [LinearOperand(w, None, adapter._replace(a=a, b=b)) for w, a, b in factors]
+    biases = [None] * len(whole) if bias is None else bias
+    adapters: list[Any] = [None] * len(whole)
+    if adapter is not None:
+        adapters = [adapter._replace(a=a, b=b) for a, b in zip(adapter.a, adapter.b, strict=True)]
+    return [LinearOperand(*parts) for parts in zip(whole, biases, adapters, strict=True)]
 
 
-class _Dispatch(torch.autograd.Function):
-    """x: [T, H] -> [R, H], as `dispatch`."""
+def _check_experts(experts: Tensor, count: int) -> None:
+    """Raises InputError for an expert outside [0, count). For references only: it synchronises."""
+    wrong = (experts < 0) | (experts >= count)
+    if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
+        raise InputError(
+            f"moe_experts: experts contain {experts[wrong][0].item()}; expected integers from 0 to {count - 1}, as "
+            "`route` returns them for as many experts."
+        )
+
+
+@triton.jit
+def _backward_kernel(
+    d_gate_up_ptr, d_weights_ptr, dh_ptr, gate_up_ptr, weights_ptr, slots_ptr,
+    ACC: tl.constexpr, HAS_DH: tl.constexpr, EMIT: tl.constexpr, GATED: tl.constexpr,
+    NAME: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: d_gate_up and the routing weight's gradient from dh = dy @ down; EMIT: overwrites dh with weight * h."""
+    dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    weight = tl.load(weights_ptr + slot).to(ACC)
+    dot = tl.zeros([BLOCK], ACC)
+    STRIDE: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+    for start in range(0, WIDTH, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < WIDTH
+        gate = tl.load(gate_up_ptr + row * STRIDE + cols, mask=mask, other=0.0).to(ACC)
+        h, slope = activation(gate, NAME, dtype == tl.float32)
+        act = h
+        if GATED:
+            up = tl.load(gate_up_ptr + row * STRIDE + cols + WIDTH, mask=mask, other=0.0).to(ACC)
+            h = act * up
+        if HAS_DH:
+            dh = tl.load(dh_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(ACC)
+            tl.debug_barrier()  # all loads before the stores that may overwrite them: see glu.py
+            dot += dh * h
+            dh *= weight
+            target = d_gate_up_ptr + row * STRIDE + cols
+            if GATED:
+                tl.store(target + WIDTH, (dh * act).to(dtype), mask=mask)
+                dh *= up
+            tl.store(target, (dh * slope).to(dtype), mask=mask)
+        if EMIT:
+            tl.store(dh_ptr + row * WIDTH + cols, (h * weight).to(dtype), mask=mask)
+    if HAS_DH:
+        tl.store(d_weights_ptr + slot, tl.sum(dot, 0).to(d_weights_ptr.dtype.element_ty))
+
+
+def _unit_backward(
+    dh_RI: Tensor | None, gate_up_RG: Tensor, inner: int, weights_TK: Tensor, slots: Tensor, activation: str,
+    emit: bool, overwrite: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """(d_gate_up, over gate_up if `overwrite`; d_weights; weight * h, over dh, if `emit`) from dh."""
+    n_rows = gate_up_RG.shape[0]
+    d_gate_up_RG = d_weights_TK = None
+    h_RI = gate_up_RG.new_empty((n_rows, inner)) if dh_RI is None else dh_RI
+    if dh_RI is not None:
+        d_gate_up_RG = gate_up_RG if overwrite else torch.empty_like(gate_up_RG)
+        d_weights_TK = torch.empty_like(weights_TK)
+    if n_rows:
+        launch(
+            _backward_kernel, (n_rows,),
+            d_gate_up_RG, d_weights_TK, h_RI, gate_up_RG, weights_TK, slots,
+            tl.float64 if gate_up_RG.dtype == torch.float64 else tl.float32, dh_RI is not None, emit,
+            operator.index(gate_up_RG.shape[1]) == 2 * inner, activation, inner, min(1024, next_power_of_2(inner)),
+            num_warps=4,
+        )  # fmt: skip
+    return d_gate_up_RG, d_weights_TK, h_RI if emit else None
+
+
+class _Layer(NamedTuple):
+    """A layer [N, M] of all experts, as the op takes it apart."""
+
+    weight: Tensor | None  # [E, N, M]; None: `bits`
+    bias: Tensor | None  # [E, N]
+    a: Tensor | None  # [E, r, M]
+    b: Tensor | None  # [E, N, r]
+    bits: Any  # a LowBitWeight or None
+    scale: float
+
+    @classmethod
+    def of(cls, operand: LinearOperand) -> "_Layer":
+        weight, bias, adapter = operand
+        a, b, scale = (None, None, 1.0) if adapter is None else adapter[:3]
+        low_bit = isinstance(weight, LowBitWeight)
+        return cls(None if low_bit else weight.contiguous(), bias, a, b, weight if low_bit else None, scale)
+
+    @classmethod
+    def of_parts(cls, tensors: Sequence[Any], bits: Any, scale: float) -> "_Layer":
+        weight, bias, a, b = tensors
+        return cls(weight, bias, a, b, bits, scale)
+
+    @property
+    def columns(self) -> int:
+        """M, as an int because it is a constexpr of the kernels."""
+        return operator.index((self.bits if self.weight is None else self.weight).shape[2])
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self.bits.dequantize(dtype) if self.weight is None else self.weight
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A and B in the dtype of the computation, contiguous."""
+        return tuple(factor.to(dtype).contiguous() for factor in (self.a, self.b))  # type: ignore[union-attr,return-value]
+
+    def forward(self, x: Tensor, order: Order, top_k: int = 0) -> tuple[Tensor, Tensor | None]:
+        """(y [R, N], scale x A^T [R, r]) of rows x [R, M], or with top_k of tokens [T, M]."""
+        low = None
+        if self.a is not None:
+            a, b = self.factors(x.dtype)
+            x_Rr = grouped_mm(x, a.transpose(1, 2), order, top_k=top_k, scale=self.scale)
+            low = Low(x_Rr, b.transpose(1, 2))
+        bias = None if self.bias is None else self.bias.contiguous()
+        y_RN = grouped_mm(x, self.dense(x.dtype).transpose(1, 2), order, top_k=top_k, bias_EN=bias, low=low)
+        return y_RN, None if low is None else low.x
+
+    def backward(
+        self, d: Tensor, order: Order, top_k: int = 0, *, need_x: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(dx [R, M] if need_x, scale d B [R, r]) of the gradient d [R, N] of rows, or with top_k [T, N] of tokens."""
+        low = None
+        if self.a is not None:
+            a, b = self.factors(d.dtype)
+            low = Low(grouped_mm(d, b, order, top_k=top_k, scale=self.scale), a)
+        dx_RM = grouped_mm(d, self.dense(d.dtype), order, top_k=top_k, low=low) if need_x else None
+        return dx_RM, None if low is None else low.x
+
+
+class _Experts(torch.autograd.Function):
+    """The forward up to gate_up, and the whole backward. Returns a placeholder of y's shape, and gate_up [R, G], which
+    with `recompute` only the backward computes.
+
+    `_Combine` computes y, and passes y's gradient to the placeholder. Activation checkpointing ends the second run of a
+    region when its last tensor is saved, and so does not run `_Combine` again.
+    """
 
     @staticmethod
-    def forward(ctx, x_TH, rows, top_k):
-        ctx.save_for_backward(rows)
-        ctx.top_k = top_k
-        return dispatch(x_TH, rows, top_k)
+    def forward(ctx, x_TH, weights_TK, *rest):  # rest: the tensors of two layers, the order, and what is no tensor
+        *order, activation, recompute, handle, first_bits, first_scale, last_bits, last_scale = rest[8:]
+        if not torch.compiler.is_compiling():  # Dynamo cannot trace it, and there unused zeros cost nothing
+            ctx.set_materialize_grads(False)  # or the backward would be handed zeros of gate_up's size
+        first, gate_up_RG, low_Rr = _Layer.of_parts(rest[:4], first_bits, first_scale), None, None
+        if not recompute:
+            gate_up_RG, low_Rr = first.forward(x_TH, Order(*order), weights_TK.shape[1])
+        recompute_x, recompute_args = (None, (x_TH,)) if handle is None else handle
+        if not (torch.compiler.is_compiling() or recompute or ctx.needs_input_grad[2] or ctx.needs_input_grad[4]):
+            recompute_args = ()  # x is for gate_up, and the gradients of weight and A alone
+        ctx.save_for_backward(weights_TK, *rest[:8], *order, gate_up_RG, low_Rr, *recompute_args)
+        ctx.options = activation, recompute_x, (first_bits, first_scale), (last_bits, last_scale)
+        if gate_up_RG is not None:
+            ctx.mark_non_differentiable(gate_up_RG)
+        placeholder_TH = x_TH.new_empty(()).expand(x_TH.shape)
+        return placeholder_TH if recompute else (placeholder_TH, gate_up_RG)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dx_RH):
-        (rows,) = ctx.saved_tensors
-        return combine(dx_RH.contiguous(), rows, ctx.top_k), None, None
+    def backward(ctx, dy_TH, _=None):
+        weights_TK, *tensors = ctx.saved_tensors
+        gate_up_RG, low_Rr, *recompute_args = tensors[12:]
+        order, top_k = Order(*tensors[8:12]), weights_TK.shape[1]
+        activation, recompute_x, of_first, of_last = ctx.options
+        first, last = _Layer.of_parts(tensors[:4], *of_first), _Layer.of_parts(tensors[4:8], *of_last)
+        del tensors
+        need_x, need_weights = ctx.needs_input_grad[:2]
+        need_first, need_last = ctx.needs_input_grad[2:6], ctx.needs_input_grad[6:10]
+        overwrite = not torch.compiler.is_compiling() if gate_up_RG is None else may_overwrite(gate_up_RG)
+        if gate_up_RG is None:
+            gate_up_RG, low_Rr = first.forward(recomputed(recompute_x, recompute_args), order, top_k)
+        need_h = need_x or need_weights or any(need_first)
+        dh_RI = d_low_Rr = None
+        if need_h or need_last[2]:
+            dh_RI, d_low_Rr = last.backward(dy_TH, order, top_k, need_x=need_h)
+        emit = need_last[0] or need_last[2] or need_last[3]
+        d_gate_up_RG, d_weights_TK, h_RI = _unit_backward(
+            dh_RI, gate_up_RG, last.columns, weights_TK, order.slots, activation, emit, overwrite
+        )
+        del gate_up_RG, dh_RI  # under activation checkpointing, the last reference to gate_up
+        if d_weights_TK is not None and last.bias is not None:
+            _add_bias_dots(d_weights_TK, dy_TH, last.bias, order)
+        weights_R1 = weights_TK.view(-1)[order.slots.long(), None].to(dy_TH.dtype) if need_last[1] else None
+        d_last = _gradients(last, need_last, order, (dy_TH, top_k), (h_RI, 0), d_low_Rr, None, weights_R1)
+        del dy_TH, h_RI, d_low_Rr
+        dx_TH, d_first = None, list[Tensor | None]([None] * 4)
+        if d_gate_up_RG is not None:
+            dx_RH, d_low_Rr = first.backward(d_gate_up_RG, order, need_x=need_x)
+            dx_TH = None if dx_RH is None else combine(dx_RH, order.rows, top_k)
+            del dx_RH
+            need_rows = need_first[0] or need_first[2]
+            x_TH = recomputed(recompute_x, recompute_args) if need_rows else None
+            ones_R1 = d_gate_up_RG.new_ones((d_gate_up_RG.shape[0], 1)) if need_first[1] else None
+            rows = (d_gate_up_RG, 0), (x_TH, top_k)
+            d_first = _gradients(first, need_first, order, *rows, d_low_Rr, low_Rr, ones_R1)
+        return dx_TH, d_weights_TK if need_weights else None, *d_first, *d_last, *[None] * 11
 
 
-class _Grouped(torch.autograd.Function):
-    """x [R, M], contiguous -> [R, N]. weight: [E, N, M], or None where `bits`, a LowBitWeight, replaces it."""
+def _gradients(
+    layer: _Layer, need: tuple[bool, ...], order: Order, d: tuple[Tensor, int], x: tuple[Tensor | None, int],
+    d_low_Rr: Tensor | None, low_Rr: Tensor | None, ones_R1: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
+    """Those of weight, bias, A and B. d: the gradient of the layer's output, and x its input, each with the top_k of
+    its tokens, or 0 for rows; one of the two are rows. ones: by what the rows of d are multiplied for the bias."""
+    grads: list[Tensor | None] = [None] * 4
+    if need[0]:  # the one that is gathered is the left factor
+        dense = layer.weight.dtype  # type: ignore[union-attr]
+        if x[1]:
+            grads[0] = grouped_mm_outer(x[0], d[0], order, top_k=x[1], transposed=True, dtype=dense)  # type: ignore[arg-type]
+        else:
+            grads[0] = grouped_mm_outer(d[0], x[0], order, top_k=d[1], dtype=dense)  # type: ignore[arg-type]
+    if need[1]:
+        grads[1] = grouped_mm_outer(d[0], ones_R1, order, top_k=d[1], dtype=layer.bias.dtype).squeeze(2)  # type: ignore[arg-type,union-attr]
+    if need[2]:
+        grads[2] = grouped_mm_outer(x[0], d_low_Rr, order, top_k=x[1], transposed=True, dtype=layer.a.dtype)  # type: ignore[arg-type,union-attr]
+    if need[3]:
+        if low_Rr is None:
+            a = layer.factors(d[0].dtype)[0].transpose(1, 2)
+            low_Rr = grouped_mm(x[0], a, order, top_k=x[1], scale=layer.scale)  # type: ignore[arg-type]
+        grads[3] = grouped_mm_outer(d[0], low_Rr, order, top_k=d[1], dtype=layer.b.dtype)  # type: ignore[union-attr]
+    return grads
 
-    @staticmethod
-    def forward(ctx, x_RM, offsets, weight_ENM, bits):
-        ctx.bits = bits
-        ctx.save_for_backward(offsets, weight_ENM, x_RM if ctx.needs_input_grad[2] else None)
-        weight_ENM = weight_ENM if bits is None else bits.dequantize(x_RM.dtype)
-        return grouped_mm(x_RM, weight_ENM.transpose(1, 2), offsets)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy_RN):
-        (offsets, weight_ENM, x_RM), bits, dx_RM, dy_RN = ctx.saved_tensors, ctx.bits, None, dy_RN.contiguous()
-        dweight_ENM = None if x_RM is None else grouped_mm_outer(dy_RN, x_RM, offsets)
-        if ctx.needs_input_grad[0]:
-            dx_RM = grouped_mm(dy_RN, weight_ENM if bits is None else bits.dequantize(dy_RN.dtype), offsets)
-        return dx_RM, None, dweight_ENM, None
+def _add_bias_dots(d_weights_TK: Tensor, dy_TH: Tensor, bias_EH: Tensor, order: Order) -> None:
+    """Adds <dy, bias> of each token and its expert: the bias is a part of the expert's output."""
+    rows = torch.arange(order.slots.shape[0], device=dy_TH.device, dtype=torch.int32)
+    experts = torch.bucketize(rows, order.offsets[1:], right=True)
+    slots, dots_TE = order.slots.long(), dy_TH @ bias_EH.to(dy_TH.dtype).t()
+    d_weights_TK.view(-1)[slots] += dots_TE[slots // d_weights_TK.shape[1], experts].to(d_weights_TK.dtype)
 
 
 class _Combine(torch.autograd.Function):
-    """y: [R, H]; weights: [T, K] -> [T, H], as `combine`."""
+    """placeholder: [T, H], for the gradient; gate_up: [R, G], or None to compute it from x -> y [T, H].
+
+    Saves nothing: see `_Experts`.
+    """
 
     @staticmethod
-    def forward(ctx, y_RH, weights_TK, slots, rows):
-        ctx.save_for_backward(y_RH, weights_TK, slots, rows)
-        return combine(y_RH, rows, weights_TK.shape[1], weights_TK)
+    def forward(ctx, placeholder_TH, gate_up_RG, x_TH, weights_TK, *rest):
+        *tensors, activation, _, _, first_bits, first_scale, last_bits, last_scale = rest[8:]
+        order, top_k = Order(*tensors), weights_TK.shape[1]
+        if gate_up_RG is None:
+            gate_up_RG, _ = _Layer.of_parts(rest[:4], first_bits, first_scale).forward(x_TH, order, top_k)
+        last = _Layer.of_parts(rest[4:8], last_bits, last_scale)
+        gated = operator.index(gate_up_RG.shape[1]) == 2 * last.columns
+        h_RI = glu_forward(gate_up_RG, None, gated, activation)
+        del gate_up_RG
+        return combine(last.forward(h_RI, order)[0], order.rows, top_k, weights_TK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_TH):
-        y_RH, weights_TK, slots, rows = ctx.saved_tensors
-        dtype, slots = accumulator(y_RH.dtype), slots.long()
-        d_RH = dispatch(d_TH, rows, weights_TK.shape[1]).to(dtype)
-        d_weights_TK = torch.empty_like(weights_TK)
-        d_weights_TK.view(-1)[slots] = (d_RH * y_RH.to(dtype)).sum(1).to(weights_TK.dtype)
-        dy_RH = (d_RH * weights_TK.view(-1)[slots, None].to(dtype)).to(y_RH.dtype)
-        return dy_RH, d_weights_TK, None, None
-
-
-def _linear(x_RM: Tensor, operand: LinearOperand, offsets: Tensor) -> Tensor:
-    """The operand's layers of rows x [R, M]: [R, N]."""
-    weight, _, adapter = operand
-    bits = weight if isinstance(weight, LowBitWeight) else None
-    y_RN = _Grouped.apply(x_RM, offsets, None if bits else weight, bits)
-    if adapter is None:
-        return y_RN
-    h = x_RM.to(adapter.dtype or x_RM.dtype)
-    for factor in (adapter.a, adapter.b):
-        h = _Grouped.apply(h, offsets, factor.to(h.dtype).contiguous(), None)
-    return torch.add(y_RN, h, alpha=adapter.scale).to(y_RN.dtype)
-
-
-def _run(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *, activation: str
-) -> Tensor:
-    slots, rows, offsets = sort_by_expert(experts.contiguous(), gate_up.weight.shape[0])
-    x_RH = _Dispatch.apply(x, rows, weights.shape[1])
-    h_RI = glu(_linear(x_RH, gate_up, offsets), activation=activation)
-    return _Combine.apply(_linear(h_RI, down, offsets), weights.contiguous(), slots, rows)
+    def backward(ctx, dy_TH):
+        return dy_TH, *[None] * 22
 
 
 def _select(operands: tuple[LinearOperand, ...], experts: Tensor) -> tuple[Tensor, tuple[LinearOperand, ...]]:
@@ -150,15 +352,15 @@ def _select(operands: tuple[LinearOperand, ...], experts: Tensor) -> tuple[Tenso
         index, experts = index.flatten(), torch.where(index == experts, numbers, -1)
         index = index.repeat(2) if len(index) == 1 else index  # the kernels sort by two experts or more
     else:
-        check_experts(experts, count)
+        _check_experts(experts, count)
         index, experts = experts.unique(return_inverse=True)
 
     def select(operand: LinearOperand) -> LinearOperand:
-        weight, _, adapter = operand
+        weight, bias, adapter = operand
         weight = weight.select(index) if isinstance(weight, LowBitWeight) else weight[index]
         if adapter is not None:
             adapter = adapter._replace(a=adapter.a[index], b=adapter.b[index])
-        return LinearOperand(weight, None, adapter)
+        return LinearOperand(weight, None if bias is None else bias[index], adapter)
 
     return experts, tuple(map(select, operands))
 
@@ -167,29 +369,66 @@ def experts_of(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *,
     activation: str = "silu", recompute: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`moe_experts` of operands.
+    """Each token's weighted sum of the outputs of its experts.
 
-    x, weights, experts, activation: as of `moe_experts`. gate_up, down: weights [E, 2I, H] and [E, H, I], dense or a
-    LowBitWeight of that shape, without biases; adapters with A [E, r, K] and B [E, N, r], or None. recompute: the
-    backward runs the forward again. Gradients of adapters are summed in fp32 and rounded to x's dtype.
-    Returns [T, H]. Raises InputError for shapes, dtypes and devices that do not fit.
+    x: [T, H]; weights: [T, K], floating point; experts: [T, K], integers in [0, E): others make the token's row NaN on
+    a GPU, and raise on a CPU. gate_up, down: operands with weights [E, 2I, H], rows [gate | up] of each expert, or
+    without a gate [E, I, H]; and [E, H, I]: dense or a LowBitWeight of that shape; biases [E, 2I] and [E, H], or None;
+    adapters with A [E, r, M] and B [E, N, r] of a weight [E, N, M], or None, which are computed in x's dtype.
+    activation: as in `glu`. recompute: the backward recomputes gate_up, T K rows of 2I, with one more matmul.
+    Returns [T, H] of x's dtype; under torch.autocast of the autocast dtype, to which x and dense weights are cast.
+    Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    how = choose((gate_up, down), x, routed_rows=experts.numel())
-    if how == "experts":
-        dense = gate_up.weight, down.weight
-        return moe_experts(x, weights, experts, *dense, activation=activation, recompute=recompute)
-    if weights.shape != experts.shape or weights.shape[:1] != x.shape[:1] or weights.dim() != 2:
+    if activation not in ACTIVATIONS:
+        raise InputError(f"moe_experts: activation={activation!r}; supported are {', '.join(map(repr, ACTIVATIONS))}.")
+    shape, (count, hidden, inner) = gate_up.weight.shape, down.weight.shape if len(down.weight.shape) == 3 else (0,) * 3
+    fits = len(shape) == 3 and shape[0] == count and shape[1] in (inner, 2 * inner) and shape[2] == hidden
+    if not (count and fits and x.dim() == 2 and x.shape[1] == hidden):
         raise InputError(
-            f"experts: weights has {describe(weights)}, experts {describe(experts)}; expected both "
-            f"[{x.shape[0]}, top_k], as `route` returns them for x."
+            f"moe_experts: x has {describe(x)}, gate_up_proj {_describe(gate_up.weight)}, down_proj "
+            f"{_describe(down.weight)}; expected [T, H], [E, 2I, H] (without a gate [E, I, H]) and [E, H, I]."
         )
-    count, rows, _ = gate_up.weight.shape
-    (gate_up,) = check("experts", "x", x, x.shape[-1], [gate_up], ("gate_up ",), count)
-    (down,) = check("experts", "x", x, rows // 2, [down], ("down ",), count)
-    if how == "selected_experts":
+    (gate_up,) = check("moe_experts", "x", x, hidden, [gate_up], ("gate_up_proj ",), count)
+    (down,) = check("moe_experts", "x", x, inner, [down], ("down_proj ",), count)
+    if (
+        weights.dim() != 2
+        or weights.shape != experts.shape
+        or weights.shape[0] != x.shape[0]
+        or not weights.is_floating_point()
+        or experts.is_floating_point()
+        or not x.device == weights.device == experts.device
+    ):
+        raise InputError(
+            f"moe_experts: weights has {describe(weights)}, experts {describe(experts)}; expected both "
+            f"[{x.shape[0]}, top_k] on {x.device}, floating point and integers, as `route` returns them for x."
+        )
+    if choose((gate_up, down), x, routed_rows=experts.numel()) == "selected_experts":
         experts, (gate_up, down) = _select((gate_up, down), experts)
     x = x.to(autocast_dtype(x) or x.dtype)
-    run: Any = functools.partial(_run if use_triton(x) else experts_reference, activation=activation)
-    if recompute and torch.is_grad_enabled():
-        return checkpoint(run, x, weights, experts, gate_up, down, use_reentrant=False, preserve_rng_state=False)
-    return run(x, weights, experts, gate_up, down)
+    for size in (*down.weight.shape, weights.shape[1]):
+        operator.index(size)  # constexprs of the kernels, which Dynamo must take for constants from here on
+    if not use_triton(x):
+        reference: Any = functools.partial(experts_reference, activation=activation)
+        if recompute and torch.is_grad_enabled():
+            reference = functools.partial(checkpoint, reference, use_reentrant=False, preserve_rng_state=False)
+        return reference(x, weights, experts, gate_up, down)
+    weights, (first, last) = weights.contiguous(), (_Layer.of(operand) for operand in (gate_up, down))
+    order = sort_by_expert(experts.contiguous(), down.weight.shape[0], tile_rows(x))
+    rest = *order, activation, recompute, handle_of(x), *first[4:], *last[4:]
+    output = _Experts.apply(x, weights, *first[:4], *last[:4], *rest)
+    placeholder_TH, gate_up_RG = (output, None) if recompute else output
+    constants = (None if t is None else t.detach() for t in (x, weights, *first[:4], *last[:4]))
+    return _Combine.apply(placeholder_TH, gate_up_RG, *constants, *rest)
+
+
+def _describe(weight: Any) -> str:
+    return describe(weight) if isinstance(weight, Tensor) else f"{tuple(weight.shape)} in few bits"
+
+
+def moe_experts(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu",
+    recompute: bool = False,
+) -> Tensor:  # fmt: skip
+    """`experts_of` for dense weights without biases: gate_up_proj [E, 2I, H] or [E, I, H], and down_proj [E, H, I]."""
+    operands = LinearOperand(gate_up_proj), LinearOperand(down_proj)
+    return experts_of(x, weights, experts, *operands, activation=activation, recompute=recompute)

@@ -63,9 +63,8 @@ def choose(operands: Sequence[LinearOperand], x: Tensor, *, routed_rows: int = 0
     Else nothing needs a gradient, and `kernel_of` says which kernel runs.
 
     For experts, the operands are gate_up and down, with weights [E, N, K], and routed_rows is the number of their rows:
-    "experts": one op for dense weights without adapters.
+    "experts": one op.
     "selected_experts": few rows and no gradient: only the quantised weights that some row chose are dequantised.
-    "grouped": a grouped matmul for each weight and factor.
     """
     if len(operands[0].weight.shape) == 3:
         return _choose_experts(operands, x, routed_rows)
@@ -81,13 +80,11 @@ def choose(operands: Sequence[LinearOperand], x: Tensor, *, routed_rows: int = 0
 
 
 def _choose_experts(operands: Sequence[LinearOperand], x: Tensor, routed_rows: int) -> str:
-    if all(operand.is_dense for operand in operands):
-        return "experts"
     # Selecting and dequantising the bits of a layer moves 1.4 to 1.7 times the bytes of dequantising it alone.
     few = 0 < 2 * routed_rows <= operands[0].weight.shape[0] and not torch.compiler.is_compiling()
     if not few or (torch.is_grad_enabled() and (x.requires_grad or needs_gradient(operands))):
-        return "grouped"
-    return "selected_experts" if has_bits([weight for weight, _, _ in operands]) else "grouped"
+        return "experts"
+    return "selected_experts" if has_bits([weight for weight, _, _ in operands]) else "experts"
 
 
 def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool) -> str:
@@ -212,7 +209,7 @@ def check(
 
     Under autocast weight and bias are cast as by F.linear; beside a quantised weight only the bias, to x's dtype. All
     strides are valid. layers: prefixes of weight and bias in errors. groups: the number E of layers in a group: weights
-    are [E, N, width], factors [E, r, width] and [E, N, r], and there are no biases. Raises InputError.
+    are [E, N, width], biases [E, N], factors [E, r, width] and [E, N, r]. Raises InputError.
     """
     dtype, device, cast = x.dtype, x.device, autocast_dtype(x)
     changed, dims = None, 3 if groups else 2
@@ -224,9 +221,8 @@ def check(
                 f"{where}: {layer}weight {tuple(shape)} on {weight.device} does not fit {name} {tuple(x.shape)} on "
                 f"{device}; expected [{expected}] there. Are the layers before and after of one intermediate_size?"
             )
-        if bias is not None and (groups or bias.shape != shape[:1] or bias.device != device):
-            expected = "none" if groups else f"({shape[0]},) on {device}"
-            raise InputError(f"{where}: {layer}bias has {describe(bias)}; expected {expected}.")
+        if bias is not None and (bias.shape != shape[:-1] or bias.device != device):
+            raise InputError(f"{where}: {layer}bias has {describe(bias)}; expected {tuple(shape[:-1])} on {device}.")
         if adapter is not None:
             (*lead, rows, _), a, b = shape, adapter.a, adapter.b
             rank = a.shape[-2] if a.dim() == dims else 0

@@ -70,10 +70,10 @@ def test_what_does_not_fit_is_refused(device):
     a, b, scale, _ = gate_up.adapter
     wrong = {
         "expected both": (x, weights[:3], experts, gate_up, down),
-        "down weight": (x, weights, experts, gate_up, down._replace(weight=down.weight[:, :, 1:])),
-        "gate_up bias": (x, weights, experts, gate_up._replace(bias=x[0]), down),
+        "expected .T, H., ": (x, weights, experts, gate_up, down._replace(weight=down.weight[:, :, 1:])),
+        "gate_up_proj bias": (x, weights, experts, gate_up._replace(bias=x[0]), down),
         "must be one": (x.double(), weights, experts, gate_up, down),
-        "gate_up adapter": (x, weights, experts, gate_up._replace(adapter=Adapter(a[1:], b, scale)), down),
+        "gate_up_proj adapter": (x, weights, experts, gate_up._replace(adapter=Adapter(a[1:], b, scale)), down),
         "and B of": (x, weights, experts, gate_up._replace(adapter=Adapter(a, b[:, :, 1:], scale)), down),
         "on meta": (x, weights, experts, gate_up._replace(weight=gate_up.weight.to("meta")), down),
     }
@@ -96,13 +96,13 @@ def test_few_rows_dequantise_the_chosen_experts_alone(device, poison, bits, rank
     for chosen in ([3, 3], [4, 1], [2]):
         x, weights = x[: len(chosen)], weights[: len(chosen)]
         experts = torch.tensor(chosen, dtype=torch.int32, device=device)[:, None]
-        assert choose(operands, x, routed_rows=3) == "grouped"
+        assert choose(operands, x, routed_rows=3) == "experts"
         with torch.no_grad():
             assert choose(operands, x, routed_rows=len(chosen)) == "selected_experts"
             y = experts_of(x, weights, experts, *operands)
             few, sizes[:] = set(sizes), []
             with monkeypatch.context() as patch:
-                patch.setattr(experts_file, "choose", lambda *a, **k: "grouped")
+                patch.setattr(experts_file, "choose", lambda *a, **k: "experts")
                 expected = experts_of(x, weights, experts, *operands)
         assert max(few) <= 2 < max(sizes) and torch.equal(y, expected)
         sizes.clear()

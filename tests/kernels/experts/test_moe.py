@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ligermodels.kernels import moe_experts, rms_norm, route, route_reference
-from ligermodels.kernels.experts._grouped_mm import sort_by_expert
+from ligermodels.kernels.experts._order import sort_by_expert
 from tests.kernels.seen import saved_by
 
 
@@ -48,10 +48,14 @@ def test_route_takes_the_lower_of_equals_and_survives_extremes(device):
 @pytest.mark.parametrize("experts, slots", [(3, 300), (8, 1000)])
 def test_sort_is_stable(device, poison, experts, slots):
     ids = (torch.rand(slots, device=device).square() * experts).int()
-    by_expert, rows, offsets = sort_by_expert(ids, experts)
-    assert torch.equal(by_expert.long(), ids.argsort(stable=True))
-    assert torch.equal(rows[by_expert.long()].long(), torch.arange(slots, device=device))
-    assert offsets.tolist() == [0, *ids.long().bincount(minlength=experts).cumsum(0).tolist()]
+    order = sort_by_expert(ids, experts, 16)
+    by_expert, ends = order.slots.long(), ids.long().bincount(minlength=experts).cumsum(0).tolist()
+    assert torch.equal(by_expert, ids.argsort(stable=True))
+    assert torch.equal(order.rows[by_expert].long(), torch.arange(slots, device=device))
+    assert order.offsets.tolist() == [0, *ends]
+    starts = [0, *ends[:-1]]
+    tiles = [[e, r, ends[e]] for e in range(experts) for r in range(starts[e], ends[e], 16)]
+    assert order.tiles[0, 0] == len(tiles) and order.tiles[1 : 1 + len(tiles)].tolist() == tiles
 
 
 def sizes_saved(op, *given):

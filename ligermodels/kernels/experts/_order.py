@@ -1,0 +1,190 @@
+"""Rows sorted by expert: the order, and what copies tokens into it and sums them out of it.
+
+Shapes, as in the suffixes of names: T tokens, K experts of each token, R = T K rows, E experts, H hidden size.
+
+What differs from argsort and index_add: a stable counting sort in two kernels, without atomics, and gathering instead
+of scattering, so that nothing synchronises and the results have the same bits each time.
+"""
+
+import operator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._math import tile_at
+from ligermodels.kernels._triton import cdiv, last_dim_contiguous, next_power_of_2, tl, triton
+
+TILE_ROWS = {8: 16, 4: 64, 2: 128}
+"""Bytes per element -> rows of a tile of the grouped matmuls."""
+
+
+class Order(NamedTuple):
+    """Slot t * K + j is token t's choice j. Row r, sorted by expert and then by slot, is slot slots[r]."""
+
+    slots: Tensor
+    """[R]."""
+    rows: Tensor
+    """[R]: slot s is row rows[s], or -1 - row where its expert is outside [0, E): then it stands with the nearest
+    expert, and `combine` gives NaN."""
+    offsets: Tensor
+    """[E + 1]: expert e has the rows offsets[e] .. offsets[e + 1]."""
+    tiles: Tensor
+    """[N, 3]: (expert, first row, end of the expert's rows) of each tile of rows, after a line (number of tiles, -, -);
+    each expert begins a tile."""
+
+
+@triton.jit
+def _expert_at(experts_ptr, slots, n_slots, E: tl.constexpr):
+    """(expert of each slot, clamped to [0, E); whether it was in [0, E))."""
+    inside = slots < n_slots
+    named = tl.load(experts_ptr + slots, mask=inside, other=-1)
+    experts = tl.where(inside, tl.minimum(tl.maximum(named, 0), E - 1), -1)
+    return experts, named == experts
+
+
+@triton.jit(do_not_specialize=["n_slots", "share"])
+def _count_kernel(counts_ptr, experts_ptr, n_slots, share, E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The number of slots of each expert in each program's share of the slots."""
+    e = tl.arange(0, BLOCK_E)
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    first = tl.program_id(0) * share
+    for start in range(first, tl.minimum(first + share, n_slots), BLOCK):
+        slots = start + tl.arange(0, BLOCK)
+        experts, _ = _expert_at(experts_ptr, slots, n_slots, E)
+        counts += tl.sum((experts[:, None] == e[None, :]).to(tl.int32), 0)
+    tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + e, counts)
+
+
+@triton.jit(do_not_specialize=["n_slots", "share", "programs"])
+def _place_kernel(
+    slots_ptr, rows_ptr, offsets_ptr, tiles_ptr, counts_ptr, experts_ptr, n_slots, share, programs,
+    E: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """A slot's row: the number of slots of lower experts, of its expert in earlier shares, and of its expert before
+    it. Each program writes some of the tiles."""
+    pid = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    everywhere, before = tl.zeros([BLOCK_E], tl.int32), tl.zeros([BLOCK_E], tl.int32)
+    for start in range(0, programs, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P)[:, None]
+        counts = tl.load(counts_ptr + p * BLOCK_E + e[None, :], mask=p < programs, other=0)
+        everywhere += tl.sum(counts, 0)
+        before += tl.sum(tl.where(p < pid, counts, 0), 0)
+    ends = tl.cumsum(everywhere, 0)
+    if pid == 0:
+        tl.store(offsets_ptr + e, ends - everywhere, mask=e < E)
+        tl.store(offsets_ptr + E, n_slots)
+    tiles = (everywhere + TILE - 1) // TILE
+    last_tile = tl.cumsum(tiles, 0)
+    n_tiles = tl.sum(tiles, 0)
+    if pid == 0:
+        tl.store(tiles_ptr, n_tiles)
+    for start in range(pid * BLOCK_P, n_tiles, programs * BLOCK_P):
+        t = start + tl.arange(0, BLOCK_P)[:, None]
+        here = e[None, :] == tl.sum((last_tile[None, :] <= t).to(tl.int32), 1)[:, None]
+        first = ends - everywhere + (t - last_tile + tiles) * TILE
+        line = tiles_ptr + 3 + 3 * t
+        tl.store(line, tl.sum(tl.where(here, e[None, :], 0), 1)[:, None], mask=t < n_tiles)
+        tl.store(line + 1, tl.sum(tl.where(here, first, 0), 1)[:, None], mask=t < n_tiles)
+        tl.store(line + 2, tl.sum(tl.where(here, ends[None, :], 0), 1)[:, None], mask=t < n_tiles)
+    next_row = ends - everywhere + before
+    first = pid * share
+    for start in range(first, tl.minimum(first + share, n_slots), BLOCK):
+        slots = start + tl.arange(0, BLOCK)
+        experts, known = _expert_at(experts_ptr, slots, n_slots, E)
+        here = (experts[:, None] == e[None, :]).to(tl.int32)
+        rows = tl.sum(here * (next_row[None, :] + tl.cumsum(here, 0) - 1), 1)
+        next_row += tl.sum(here, 0)
+        tl.store(rows_ptr + slots, tl.where(known, rows, -1 - rows), mask=slots < n_slots)
+        tl.store(slots_ptr + rows, slots, mask=slots < n_slots)
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def _dispatch_kernel(
+    out_ptr, x_ptr, rows_ptr, n_tokens, stride,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Copies row t of x to the TOP_K rows of token t in out; unlike a gather, it reads x once."""
+    tokens, cols, inside, mask = tile_at(n_tokens, WIDTH, BLOCK, ROWS)
+    x = tl.load(x_ptr + tokens * stride + cols, mask=mask)
+    for j in tl.static_range(TOP_K):
+        rows = tl.load(rows_ptr + tokens * TOP_K + j, mask=inside, other=0).to(tl.int64)
+        rows = tl.where(rows < 0, -1 - rows, rows)
+        tl.store(out_ptr + rows * WIDTH + cols, x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def _combine_kernel(
+    y_ptr, out_ptr, rows_ptr, weights_ptr, n_tokens, WEIGHTED: tl.constexpr, ACC: tl.constexpr,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """y[t] = sum of the TOP_K rows of token t in out, WEIGHTED or not; NaN for an expert outside [0, E)."""
+    tokens, cols, inside, mask = tile_at(n_tokens, WIDTH, BLOCK, ROWS)
+    y = tl.zeros([ROWS, BLOCK], ACC)
+    for j in tl.static_range(TOP_K):
+        rows = tl.load(rows_ptr + tokens * TOP_K + j, mask=inside, other=0).to(tl.int64)
+        out = tl.load(out_ptr + tl.maximum(rows, 0) * WIDTH + cols, mask=mask, other=0.0).to(ACC)
+        out = tl.where(rows < 0, float("nan"), out)
+        if WEIGHTED:
+            out *= tl.load(weights_ptr + tokens * TOP_K + j, mask=inside, other=0.0).to(ACC)
+        y += out
+    tl.store(y_ptr + tokens * WIDTH + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def _columns(width: int) -> tuple[int, int]:
+    """(columns, rows) of a tile of 4096."""
+    block = min(2048, next_power_of_2(width))
+    return block, 4096 // block
+
+
+def sort_by_expert(experts: Tensor, num_experts: int, tile_rows: int) -> Order:
+    """experts: [T, K], contiguous -> their order, all int32; tile_rows: rows of a tile."""
+    n_slots, device = experts.numel(), experts.device
+    slots, rows = (torch.empty(n_slots, dtype=torch.int32, device=device) for _ in range(2))
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    tiles = torch.empty((1 + min(n_slots, cdiv(n_slots, tile_rows) + num_experts), 3), dtype=torch.int32, device=device)
+    if not n_slots:
+        return Order(slots, rows, offsets.zero_(), tiles.zero_())
+    block_e = next_power_of_2(num_experts)
+    block = max(16, min(256, 8192 // block_e))
+    share = cdiv(cdiv(n_slots, 256), block) * block  # 256 programs at most, who read all their counts
+    programs = cdiv(n_slots, share)
+    counts = torch.empty((programs, block_e), dtype=torch.int32, device=device)
+    launch(_count_kernel, (programs,), counts, experts, n_slots, share, num_experts, block, block_e, num_warps=4)
+    launch(
+        _place_kernel, (programs,),
+        slots, rows, offsets, tiles, counts, experts, n_slots, share, programs,
+        num_experts, tile_rows, block, block_e, max(1, 4096 // block_e), num_warps=4,
+    )  # fmt: skip
+    return Order(slots, rows, offsets, tiles)
+
+
+def dispatch(x_TH: Tensor, rows: Tensor, top_k: int) -> Tensor:
+    """x: [T, H] -> [R, H], each token's row copied to its top_k rows of the sorted order."""
+    n_tokens, width = x_TH.shape[0], operator.index(x_TH.shape[1])
+    x_TH = last_dim_contiguous(x_TH)
+    x_RH = torch.empty((rows.shape[0], width), dtype=x_TH.dtype, device=x_TH.device)
+    if n_tokens:
+        block, tokens = _columns(width)
+        launch(
+            _dispatch_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
+            x_RH, x_TH, rows, n_tokens, x_TH.stride(0), top_k, width, block, tokens, num_warps=4,
+        )  # fmt: skip
+    return x_RH
+
+
+def combine(y_RH: Tensor, rows: Tensor, top_k: int, weights_TK: Tensor | None = None) -> Tensor:
+    """y: [R, H] in the sorted order -> [T, H], the sum of each token's rows, weighted by weights [T, K] if there are
+    any."""
+    n_tokens, width = rows.shape[0] // top_k, operator.index(y_RH.shape[1])
+    y_TH = torch.empty((n_tokens, width), dtype=y_RH.dtype, device=y_RH.device)
+    if n_tokens:
+        block, tokens = _columns(width)
+        launch(
+            _combine_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
+            y_TH, y_RH, rows, y_RH if weights_TK is None else weights_TK, n_tokens, weights_TK is not None,
+            tl.float64 if y_RH.dtype == torch.float64 else tl.float32, top_k, width, block, tokens, num_warps=8,
+        )  # fmt: skip
+    return y_TH
