@@ -9,11 +9,12 @@ What differs from a loop over experts:
 - Only the device knows the offsets, so nothing synchronises, and a CUDA graph can capture it.
 - `a` may be the tokens [T, M] instead of the rows: its rows are then gathered as they are loaded, so that no copy of
   them is written.
-- On Hopper, in 16 bits, each multiprocessor runs one program, which loads the next tile while it stores the last; b,
-  and an `a` of rows, are loaded by bulk copies (TMA).
+- On Hopper, in 16 bits, each multiprocessor runs one program of grouped_mm, which loads the next tile while it stores
+  the last; b, and an `a` of rows, are loaded by bulk copies (TMA).
 
-The engines, by `_engine`: this kernel with TMA on Hopper; torch's grouped matmul (CUTLASS) for bf16 on datacenter
-Blackwell; everywhere else the same kernel with plain loads. docs/operations.md has the table of what was measured.
+Where torch's grouped matmul (CUTLASS) is faster, or as fast, it runs instead, after a copy of the rows: for bf16, on
+datacenter Blackwell for all products, on Hopper for grouped_mm_outer, and for the first product of experts with many
+rows. docs/operations.md has what was measured.
 Sums are fp32 (fp64 for fp64); fp32 factors are rounded to TF32 where torch.backends.cuda.matmul.allow_tf32 says so.
 """
 
@@ -67,6 +68,19 @@ def _tile_of(pid, tiles_m, tiles_n):
 
 
 @triton.jit
+def _low_tiles(
+    low_ptr, low_b_ptr, rows, end, expert, cols, N, stride_e, stride_k, stride_n,
+    first, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_R columns of low, and as many rows of low_b, from `first` on."""
+    r = first + tl.arange(0, BLOCK_R)
+    low = low_ptr + rows.to(tl.int64)[:, None] * RANK + r[None, :]
+    low_b = low_b_ptr + expert.to(tl.int64) * stride_e + r[:, None] * stride_k + cols.to(tl.int64)[None, :] * stride_n
+    low = tl.load(low, mask=(rows < end)[:, None] & (r < RANK)[None, :], other=0.0)
+    return low, tl.load(low_b, mask=(cols < N)[None, :] & (r < RANK)[:, None], other=0.0)
+
+
+@triton.jit
 def _rows_kernel(
     c_ptr, a_ptr, b_ptr, a_tma, b_tma, slots_ptr, tiles_ptr, bias_ptr, low_ptr, low_b_ptr, scale,
     N, K, a_stride, b_stride_e, b_stride_k, b_stride_n, low_stride_e, low_stride_k, low_stride_n,
@@ -94,6 +108,11 @@ def _rows_kernel(
         a = a_ptr + source.to(tl.int64)[:, None] * a_stride + at[None, :]
         b = b_ptr + expert.to(tl.int64) * b_stride_e + cols.to(tl.int64)[None, :] * b_stride_n
         b += at.to(tl.int64)[:, None] * b_stride_k
+        if low_ptr is not None:  # which arrive during the loop
+            low, low_b = _low_tiles(
+                low_ptr, low_b_ptr, rows, end, expert, cols, N, low_stride_e, low_stride_k, low_stride_n,
+                0, RANK, BLOCK_R,
+            )  # fmt: skip
         acc = tl.zeros([BLOCK_M, BLOCK_N], ACC)
         for k in range(0, K, BLOCK_K):
             if a_tma is None:
@@ -108,13 +127,12 @@ def _rows_kernel(
                 w = b_tma.load([expert * N + first, k]).T
             acc = _dot(x, w, acc, TF32)
         if low_ptr is not None:
-            for first_r in tl.static_range(0, RANK, BLOCK_R):
-                r = first_r + tl.arange(0, BLOCK_R)
-                low = low_ptr + rows.to(tl.int64)[:, None] * RANK + r[None, :]
-                low = tl.load(low, mask=inside & (r < RANK)[None, :], other=0.0)
-                low_b = low_b_ptr + expert.to(tl.int64) * low_stride_e + r[:, None] * low_stride_k
-                low_b += cols.to(tl.int64)[None, :] * low_stride_n
-                low_b = tl.load(low_b, mask=(cols < N)[None, :] & (r < RANK)[:, None], other=0.0)
+            acc = _dot(low, low_b, acc, TF32)
+            for first_r in tl.static_range(BLOCK_R, RANK, BLOCK_R):
+                low, low_b = _low_tiles(
+                    low_ptr, low_b_ptr, rows, end, expert, cols, N, low_stride_e, low_stride_k, low_stride_n,
+                    first_r, RANK, BLOCK_R,
+                )  # fmt: skip
                 acc = _dot(low, low_b, acc, TF32)
         if SCALED:
             acc *= scale
@@ -126,41 +144,36 @@ def _rows_kernel(
 
 @triton.jit
 def _outer_kernel(
-    c_ptr, a_ptr, b_ptr, b_tma, slots_ptr, offsets_ptr, M, N, a_stride, b_stride,
-    E: tl.constexpr, TOP_K: tl.constexpr, TRANSPOSED: tl.constexpr, TF32: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLATTEN: tl.constexpr,
+    c_ptr, a_ptr, b_ptr, slots_ptr, offsets_ptr, M, N, a_stride, b_stride,
+    TOP_K: tl.constexpr, TRANSPOSED: tl.constexpr, TF32: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """TOP_K: `a` has a row a token; 0: a row a row. TRANSPOSED: c is [E, N, M].
-
-    b_tma also loads the first rows of the next expert, times the zeros of `a`: a NaN among them spreads.
-    """
+    """TOP_K: `a` has a row a token; 0: a row a row. TRANSPOSED: c is [E, N, M]."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    for t in tl.range(tl.program_id(0), E * tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
-        expert = t // (tiles_m * tiles_n)
-        tile_m, tile_n = _tile_of(t % (tiles_m * tiles_n), tiles_m, tiles_n)
-        m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        end = tl.load(offsets_ptr + expert + 1)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-        for start in range(tl.load(offsets_ptr + expert), end, BLOCK_K):
-            rows = start + tl.arange(0, BLOCK_K)
-            source = rows
-            if TOP_K:
-                source = tl.load(slots_ptr + rows, mask=rows < end, other=0) // TOP_K
-            a = a_ptr + source.to(tl.int64)[:, None] * a_stride + m[None, :]
-            a = tl.load(a, mask=(rows < end)[:, None] & (m < M)[None, :], other=0.0)
-            if b_tma is None:
-                b = b_ptr + rows.to(tl.int64)[:, None] * b_stride + n[None, :]
-                b = tl.load(b, mask=(rows < end)[:, None] & (n < N)[None, :], other=0.0)
-            else:
-                b = b_tma.load([start, tile_n * BLOCK_N])
-            acc = _dot(tl.trans(a), b, acc, TF32)
-        c = c_ptr + expert.to(tl.int64) * M * N
-        if TRANSPOSED:
-            c += n.to(tl.int64)[None, :] * M + m[:, None]
-        else:
-            c += m.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(c, acc.to(c_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    expert = tl.program_id(0) // (tiles_m * tiles_n)
+    tile_m, tile_n = _tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = tl.load(offsets_ptr + expert + 1)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for start in range(tl.load(offsets_ptr + expert), end, BLOCK_K):
+        rows = start + tl.arange(0, BLOCK_K)
+        source = rows
+        if TOP_K:
+            source = tl.load(slots_ptr + rows, mask=rows < end, other=0) // TOP_K
+        a = a_ptr + source.to(tl.int64)[:, None] * a_stride + m[None, :]
+        b = b_ptr + rows.to(tl.int64)[:, None] * b_stride + n[None, :]
+        acc = _dot(
+            tl.trans(tl.load(a, mask=(rows < end)[:, None] & (m < M)[None, :], other=0.0)),
+            tl.load(b, mask=(rows < end)[:, None] & (n < N)[None, :], other=0.0),
+            acc, TF32,
+        )  # fmt: skip
+    c = c_ptr + expert.to(tl.int64) * M * N
+    if TRANSPOSED:
+        c += n.to(tl.int64)[None, :] * M + m[:, None]
+    else:
+        c += m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(c, acc.to(c_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
 _TILES = {8: (16, 16, 4, 1), 4: (64, 32, 4, 3), 2: (128, 64, 8, 3)}
@@ -174,20 +187,30 @@ def tile_rows(x: Tensor) -> int:
     return TILE_ROWS[x.element_size()]
 
 
-def _engine(a: Tensor, b: Tensor) -> str:
-    """The engine for rows a and a matrix of contiguous rows b: "tma", "cutlass" or "loads"."""
-    if a.device.type != "cuda" or a.element_size() != 2 or not is_datacenter(a.device.index):
-        return "loads"
-    if any(t.stride(-1) != 1 or t.stride(-2) % 8 or t.data_ptr() % 16 for t in (a, b)):
-        return "loads"
-    if cuda_capability(a.device.index) // 10 == 9:
-        return "tma"
-    return "cutlass" if a.dtype == torch.bfloat16 else "loads"  # elsewhere it synchronises, and loops over the experts
+_MANY_ROWS = 2048
+"""Rows of an expert from which CUTLASS computes the first product faster than TMA, its copy of the rows included."""
 
 
-def _options(a: Tensor, width: int, engine: str, stages: int) -> dict[str, Any]:
+def _aligned(*matrices: Tensor) -> bool:
+    """True if bulk copies can read matrices: contiguous rows of whole 16 bytes."""
+    return all(t.stride(-1) == 1 and t.stride(-2) % 8 == 0 and t.data_ptr() % 16 == 0 for t in matrices)
+
+
+def _is_hopper(a: Tensor) -> bool:
+    return cuda_capability(a.device.index) // 10 == 9
+
+
+def _has_cutlass(a: Tensor) -> bool:
+    """True if torch's grouped matmul runs CUTLASS for bf16; on other GPUs it loops over the experts, and synchronises.
+
+    CUTLASS has no fp16.
+    """
+    return a.dtype == torch.bfloat16 and a.device.type == "cuda" and is_datacenter(a.device.index)
+
+
+def _options(a: Tensor, width: int) -> dict[str, Any]:
     """Options of a launch for rows `a` and results of `width` columns."""
-    columns, depth, warps, few_stages = _TILES[a.element_size()]
+    columns, depth, warps, stages = _TILES[a.element_size()]
     cuda = a.device.type == "cuda"
     if cuda and a.element_size() == 2 and is_datacenter(a.device.index):
         columns = _DATACENTER_COLUMNS
@@ -195,39 +218,36 @@ def _options(a: Tensor, width: int, engine: str, stages: int) -> dict[str, Any]:
         TF32=cuda and torch.backends.cuda.matmul.allow_tf32,
         ACC=tl.float64 if a.dtype == torch.float64 else tl.float32,
         BLOCK_M=tile_rows(a), BLOCK_N=min(columns, max(16, next_power_of_2(width))), BLOCK_K=depth,
-        FLATTEN=engine == "tma", num_warps=warps, num_stages=stages if engine == "tma" else few_stages,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
-def _grid(a: Tensor, engine: str, tiles: int) -> tuple[int]:
-    return (min(tiles, num_sms(a.device.index)) if engine == "tma" else tiles,)
-
-
 def _rows(a: Tensor, b: Tensor, order: Order, top_k: int, bias: Tensor | None, low: Low | None, scale: float) -> Tensor:
-    n_rows, (_, k, n) = order.slots.shape[0], b.shape
+    n_rows, (n_experts, k, n) = order.slots.shape[0], b.shape
     c = torch.empty((n_rows, n), dtype=a.dtype, device=a.device)
     if not n_rows:
         return c
-    a = last_dim_contiguous(a)
-    by_rows = b.stride(2) == 1
-    matrix = b if by_rows else b.transpose(1, 2)
-    engine = _engine(a, matrix)
-    if engine == "cutlass" and bias is None and low is None and scale == 1.0 and n % 8 == 0:
+    a, by_rows = last_dim_contiguous(a), b.stride(2) == 1
+    matrix, plain = b if by_rows else b.transpose(1, 2), bias is None and low is None and scale == 1.0
+    large = k % 64 == 0 and n >= 64 and a.element_size() == 2 and a.device.type == "cuda" and matrix.is_contiguous()
+    large = large and is_datacenter(a.device.index) and _aligned(a, matrix)
+    tma, many = large and _is_hopper(a), top_k and not by_rows and n_rows >= _MANY_ROWS * n_experts
+    if large and plain and n % 8 == 0 and _has_cutlass(a) and (many or not tma):
         return F.grouped_mm(dispatch(a, order.rows, top_k) if top_k else a, b, offs=order.offsets[1:])
-    if engine == "cutlass" or k % 64 or n < 64 or not matrix.is_contiguous():
-        engine = "loads"
-    options = _options(a, n, engine, 4 if k < 1024 and low is None else 3)
-    a_tma = b_tma = None
-    if engine == "tma":
+    options, a_tma, b_tma = _options(a, n), None, None
+    tiles = (order.tiles.shape[0] - 1) * cdiv(n, options["BLOCK_N"])
+    if tma:
         depth, columns = options["BLOCK_K"], options["BLOCK_N"]
         b_tma = TensorDescriptor.from_tensor(matrix.flatten(0, 1), [depth, columns] if by_rows else [columns, depth])
         a_tma = None if top_k else TensorDescriptor.from_tensor(a, [options["BLOCK_M"], depth])
+        tiles = min(tiles, num_sms(a.device.index))
+        options["num_stages"] = 4 if k < 1024 and low is None else 3
     rank = 0 if low is None else operator.index(low.x.shape[1])
     launch(
-        _rows_kernel, _grid(a, engine, (order.tiles.shape[0] - 1) * cdiv(n, options["BLOCK_N"])),
+        _rows_kernel, (tiles,),
         c, a, b, a_tma, b_tma, order.slots, order.tiles, bias, *((None, None) if low is None else low), scale,
         n, k, a.stride(0), *b.stride(), *((0, 0, 0) if low is None else low.b.stride()),
-        top_k, rank, scale != 1.0, by_rows, BLOCK_R=min(64, max(16, next_power_of_2(rank))), **options,
+        top_k, rank, scale != 1.0, by_rows, FLATTEN=tma, BLOCK_R=16, **options,
     )  # fmt: skip
     return c
 
@@ -235,22 +255,15 @@ def _rows(a: Tensor, b: Tensor, order: Order, top_k: int, bias: Tensor | None, l
 def _outer(a: Tensor, b: Tensor, order: Order, top_k: int, transposed: bool, dtype: torch.dtype) -> Tensor:
     n_experts, m, n = order.offsets.shape[0] - 1, a.shape[1], b.shape[1]
     a = last_dim_contiguous(a)
-    engine = _engine(a, b)
-    if engine == "cutlass" and order.slots.shape[0] and dtype == a.dtype and m % 8 == n % 8 == 0:
+    if min(m, n) >= 64 and m % 8 == n % 8 == 0 and dtype == a.dtype and _has_cutlass(a) and _aligned(a, b) and len(b):
         a = dispatch(a, order.rows, top_k) if top_k else a
         a, b = (b, a) if transposed else (a, b)
         return F.grouped_mm(a.t(), b, offs=order.offsets[1:])
-    if engine == "cutlass" or n < 64:
-        engine = "loads"
     c = torch.empty((n_experts, n, m) if transposed else (n_experts, m, n), dtype=dtype, device=a.device)
-    options = _options(a, n, engine, 6 if top_k else 4)
-    tma = engine == "tma"
-    b_tma = TensorDescriptor.from_tensor(b, [options["BLOCK_K"], options["BLOCK_N"]]) if tma else None
-    tiles = n_experts * cdiv(m, options["BLOCK_M"]) * cdiv(n, options["BLOCK_N"])
+    options = _options(a, n)
     launch(
-        _outer_kernel, _grid(a, engine, tiles),
-        c, a, b, b_tma, order.slots, order.offsets, m, n, a.stride(0), b.stride(0),
-        n_experts, top_k, transposed, **options,
+        _outer_kernel, (n_experts * cdiv(m, options["BLOCK_M"]) * cdiv(n, options["BLOCK_N"]),),
+        c, a, b, order.slots, order.offsets, m, n, a.stride(0), b.stride(0), top_k, transposed, **options,
     )  # fmt: skip
     return c
 

@@ -190,8 +190,9 @@ class _Layer(NamedTuple):
         return self.bits.dequantize(dtype) if self.weight is None else self.weight
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and B in the dtype of the computation, contiguous."""
-        return tuple(factor.to(dtype).contiguous() for factor in (self.a, self.b))  # type: ignore[union-attr,return-value]
+        """A and B in the dtype of the computation, with contiguous rows of r columns of the output."""
+        a, b = self.a.to(dtype).contiguous(), self.b.transpose(1, 2).to(dtype).contiguous()  # type: ignore[union-attr]
+        return a, b.transpose(1, 2)
 
     def forward(self, x: Tensor, order: Order, top_k: int = 0) -> tuple[Tensor, Tensor | None]:
         """(y [R, N], scale x A^T [R, r]) of rows x [R, M], or with top_k of tokens [T, M]."""
