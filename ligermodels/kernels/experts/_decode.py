@@ -1,6 +1,6 @@
 """The experts of a mixture for 1 to 64 tokens, as in decoding: the chosen experts alone are read. Without autograd.
 
-    y[t] = sum over j of weights[t, j] * down[e] @ (act(gate) * up),  e = experts[t, j],  [gate | up] = gate_up[e] @ x[t]
+    y[t] = sum over j of weights[t, j] * down[e] @ (act(gate) * up), [gate | up] = gate_up[e] @ x[t], e = experts[t, j]
 
 Shapes, as in moe.py: T tokens, K experts of each token, E experts, H hidden size, I inner size. Slot t * K + j is token
 t's choice j; h is [slots, I], in x's dtype.
@@ -9,9 +9,9 @@ What differs from training's path (moe.py):
 - Nothing is sorted or copied: two launches for few tokens, three for more, all of which a CUDA graph captures.
 - Few tokens: a program multiplies rows of one expert with one token, in fp32 as in linear/_gemv.py. The down projection
   of a token sums over its experts in the same program.
-- More tokens: the first program of an expert, the 17th, ... multiply its rows with up to 16 tokens, on tensor cores, the
-  weight as the left operand; the programs of its other slots end at once. Each program counts the slots of its expert
-  for itself. A third kernel sums the K rows of each token.
+- More tokens: the programs of an expert's first slot, its 17th, ... multiply its rows with up to 16 tokens, on tensor
+  cores, the weight as the left operand; those of its other slots end at once. Each program counts the slots of its
+  expert for itself. A third kernel sums the K rows of each token.
 - Only h is rounded before the result.
 - On Hopper a launch overlaps the end of the kernel before it. The down projection knows the experts before h is there:
   it loads its first weights, or counts its slots, meanwhile.
@@ -61,7 +61,7 @@ def _expert_of(experts_ptr, slots, inside, E: tl.constexpr):
 @triton.jit(do_not_specialize=["n_slots"])
 def _up_kernel(
     h_ptr, x_ptr, w_ptr, experts_ptr, n_slots, x_stride,
-    E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, I: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_I elements of h of one slot. Slots of one expert run side by side, so that the L2 cache has the weights."""
@@ -73,12 +73,12 @@ def _up_kernel(
     at = tl.program_id(0) // n_slots * BLOCK_I + tl.arange(0, BLOCK_I)
     cols = tl.arange(0, BLOCK_H)
     x_ptr += (slot // K).to(tl.int64) * x_stride
-    gate_ptr = w_ptr + expert.to(tl.int64) * (2 * I * H) + (tl.minimum(at, I - 1)[:, None] * H + cols[None, :])
-    gate, up = load(gate_ptr, (cols < H)[None, :], EVEN), load(gate_ptr + I * H, (cols < H)[None, :], EVEN)
+    gate_ptr = w_ptr + expert.to(tl.int64) * (2 * INNER * H) + (tl.minimum(at, INNER - 1)[:, None] * H + cols[None, :])
+    gate, up = load(gate_ptr, (cols < H)[None, :], EVEN), load(gate_ptr + INNER * H, (cols < H)[None, :], EVEN)
     gates, ups = tl.zeros((BLOCK_I, BLOCK_H), tl.float32), tl.zeros((BLOCK_I, BLOCK_H), tl.float32)
     for k in tl.range(BLOCK_H, H, BLOCK_H, num_stages=1):
         inside = (cols < H - k)[None, :]
-        next_gate, next_up = load(gate_ptr + k, inside, EVEN), load(gate_ptr + I * H + k, inside, EVEN)
+        next_gate, next_up = load(gate_ptr + k, inside, EVEN), load(gate_ptr + INNER * H + k, inside, EVEN)
         x = tl.load(x_ptr + k - BLOCK_H + cols).to(tl.float32)[None, :]
         gates += gate.to(tl.float32) * x
         ups += up.to(tl.float32) * x
@@ -88,7 +88,7 @@ def _up_kernel(
     gates += gate.to(tl.float32) * x
     ups += up.to(tl.float32) * x
     h = _unit(tl.sum(gates, 1), tl.sum(ups, 1), NAME, h_ptr.dtype.element_ty)
-    tl.store(h_ptr + slot * I + at, h, mask=at < I)
+    tl.store(h_ptr + slot * INNER + at, h, mask=at < INNER)
 
 
 @triton.jit
@@ -97,31 +97,41 @@ def _unit(gate, up, NAME: tl.constexpr, dtype: tl.constexpr):
     return (act * up).to(dtype)
 
 
+@triton.jit
+def _packed(w, h, PACK: tl.constexpr):
+    """w [rows, K, columns] times h [K, columns], in fp32; PACK columns, which a thread loads at once, are summed."""
+    products = w.to(tl.float32) * h.to(tl.float32)[None]
+    return tl.sum(tl.reshape(products, (w.shape[0], w.shape[1], w.shape[2] // PACK, PACK)), 3)
+
+
 @triton.jit(do_not_specialize=["n_tokens"])
 def _down_kernel(
     y_ptr, h_ptr, w_ptr, experts_ptr, weights_ptr, n_tokens,
-    E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, I: tl.constexpr, OVERLAP: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H elements of y of one token, over all of its experts."""
-    EVEN: tl.constexpr = I % BLOCK_I == 0 and K == BLOCK_K
+    EVEN: tl.constexpr = INNER % BLOCK_I == 0 and K == BLOCK_K
+    PACK: tl.constexpr = 128 // w_ptr.dtype.element_ty.primitive_bitwidth
     let_next_start(OVERLAP)
     token = tl.program_id(0) % n_tokens
     at = tl.program_id(0) // n_tokens * BLOCK_H + tl.arange(0, BLOCK_H)
     j, cols = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_I)[None, :]
     experts, known = _expert_of(experts_ptr, token * K + j, j < K, E)
-    w_ptr += experts.to(tl.int64)[None, :, None] * (H * I) + tl.minimum(at, H - 1)[:, None, None] * I + cols[None]
-    h_ptr += (token * K + j)[:, None] * I + cols
+    w_ptr += (
+        experts.to(tl.int64)[None, :, None] * (H * INNER) + tl.minimum(at, H - 1)[:, None, None] * INNER + cols[None]
+    )
+    h_ptr += (token * K + j)[:, None] * INNER + cols
     inside = (j < K)[:, None]
-    w = load(w_ptr, (inside & (cols < I))[None], EVEN)
+    w = load(w_ptr, (inside & (cols < INNER))[None], EVEN)
     wait(OVERLAP)
-    total = tl.zeros((BLOCK_H, BLOCK_K, BLOCK_I), tl.float32)
-    for k in tl.range(BLOCK_I, I, BLOCK_I, num_stages=1):
-        next_w = load(w_ptr + k, (inside & (cols < I - k))[None], EVEN)
-        total += w.to(tl.float32) * load(h_ptr + k - BLOCK_I, inside, EVEN).to(tl.float32)[None]
+    total = tl.zeros((BLOCK_H, BLOCK_K, BLOCK_I // PACK), tl.float32)
+    for k in tl.range(BLOCK_I, INNER, BLOCK_I, num_stages=1):
+        next_w = load(w_ptr + k, (inside & (cols < INNER - k))[None], EVEN)
+        total += _packed(w, load(h_ptr + k - BLOCK_I, inside, EVEN), PACK)
         w = next_w
-    last: tl.constexpr = (I - 1) // BLOCK_I * BLOCK_I
-    total += w.to(tl.float32) * load(h_ptr + last, inside & (cols < I - last), EVEN).to(tl.float32)[None]
+    last: tl.constexpr = (INNER - 1) // BLOCK_I * BLOCK_I
+    total += _packed(w, load(h_ptr + last, inside & (cols < INNER - last), EVEN), PACK)
     weights = tl.load(weights_ptr + token * K + j, mask=j < K, other=0.0).to(tl.float32)
     weights = tl.where(known | (j >= K), weights, float("nan"))
     y = tl.sum(tl.sum(total, 2) * weights[None, :], 1)
@@ -154,7 +164,7 @@ def _members(same, before, slot, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr):
 @triton.jit(do_not_specialize=["n_slots"])
 def _up_tiles_kernel(
     h_ptr, x_ptr, w_ptr, experts_ptr, n_slots, x_stride,
-    E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, I: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_I elements of h of the slots of one expert. One tile has the rows of gate and then those of up."""
@@ -167,28 +177,28 @@ def _up_tiles_kernel(
         slots, exist = _members(same, before, slot, BLOCK_S, TOKENS)
         start, k = tl.program_id(0) // n_slots * BLOCK_I, tl.arange(0, BLOCK_H)
         row = tl.arange(0, 2 * BLOCK_I)
-        rows = row // BLOCK_I * I + tl.minimum(start + row % BLOCK_I, I - 1)
-        w_ptr += expert.to(tl.int64) * (2 * I * H) + (rows[:, None] * H + k[None, :])
-        x_ptr += (slots // K).to(tl.int64)[None, :] * x_stride + k[:, None]
+        rows = row // BLOCK_I * INNER + tl.minimum(start + row % BLOCK_I, INNER - 1)
+        of_w = w_ptr + expert.to(tl.int64) * (2 * INNER * H) + (rows[:, None] * H + k[None, :])
+        of_x = x_ptr + (slots // K).to(tl.int64)[None, :] * x_stride + k[:, None]
         total = tl.zeros((2 * BLOCK_I, TOKENS), tl.float32)
         for first in range(0, H, BLOCK_H):
             inside = k < H - first
-            w, x = load(w_ptr + first, inside[None, :], EVEN), load(x_ptr + first, inside[:, None], EVEN)
+            w, x = load(of_w + first, inside[None, :], EVEN), load(of_x + first, inside[:, None], EVEN)
             total = tl.dot(w, x, total, input_precision=PRECISION)
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_I, TOKENS)), (1, 2, 0)))
         h = _unit(gate, up, NAME, h_ptr.dtype.element_ty)
         at = start + tl.arange(0, BLOCK_I)[:, None]
-        tl.store(h_ptr + slots[None, :] * I + at, h, mask=exist[None, :] & (at < I))
+        tl.store(h_ptr + slots[None, :] * INNER + at, h, mask=exist[None, :] & (at < INNER))
 
 
 @triton.jit(do_not_specialize=["n_slots"])
 def _down_tiles_kernel(
     out_ptr, h_ptr, w_ptr, experts_ptr, n_slots,
-    E: tl.constexpr, H: tl.constexpr, I: tl.constexpr, OVERLAP: tl.constexpr,
+    E: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H elements of the expert's outputs [slots, H], for the slots of one expert."""
-    EVEN: tl.constexpr = I % BLOCK_I == 0
+    EVEN: tl.constexpr = INNER % BLOCK_I == 0
     let_next_start(OVERLAP)
     slot = tl.program_id(0) % n_slots
     expert, same, before = _place_of(experts_ptr, slot, n_slots, E, BLOCK_S)
@@ -196,12 +206,12 @@ def _down_tiles_kernel(
     wait(OVERLAP)
     if before % TOKENS == 0:
         at, k = tl.program_id(0) // n_slots * BLOCK_H + tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_I)
-        w_ptr += expert.to(tl.int64) * (H * I) + (tl.minimum(at, H - 1) * I + k[None, :])
-        h_ptr += slots[None, :] * I + k[:, None]
+        of_w = w_ptr + expert.to(tl.int64) * (H * INNER) + (tl.minimum(at, H - 1) * INNER + k[None, :])
+        of_h = h_ptr + slots[None, :] * INNER + k[:, None]
         total = tl.zeros((BLOCK_H, TOKENS), tl.float32)
-        for first in range(0, I, BLOCK_I):
-            inside = k < I - first
-            w, h = load(w_ptr + first, inside[None, :], EVEN), load(h_ptr + first, inside[:, None], EVEN)
+        for first in range(0, INNER, BLOCK_I):
+            inside = k < INNER - first
+            w, h = load(of_w + first, inside[None, :], EVEN), load(of_h + first, inside[:, None], EVEN)
             total = tl.dot(w, h, total, input_precision=PRECISION)
         tl.store(out_ptr + slots[None, :] * H + at, total, mask=exist[None, :] & (at < H))
 
@@ -240,7 +250,7 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-def _tiles(tokens: int, top_k: int, count: int, hidden: int, inner: int, itemsize: int) -> tuple[Tile, Tile]:
+def _tiles(tokens: int, top_k: int, count: int, itemsize: int) -> tuple[Tile, Tile]:
     """Of gate_up_proj and of down_proj."""
     if tokens * top_k <= max(8, count // 4):  # hardly any expert has two tokens
         wide = 1024 // next_power_of_2(top_k)
@@ -276,8 +286,7 @@ def decode_experts(
 
     The projections must be older than the last launch that does not overlap, see `let_next_start`.
     """
-    count, hidden, inner = down_proj.shape
-    of_up, of_down = _tiles(*experts.shape, count, hidden, inner, x.itemsize)
+    of_up, of_down = _tiles(x.shape[0], experts.shape[1], down_proj.shape[0], x.itemsize)
     return _down(_up(x, experts, gate_up_proj, activation, of_up), weights, experts, down_proj, of_down)
 
 
@@ -326,4 +335,4 @@ def _group_of(n_slots: int, tile: Tile) -> tuple:
     if tile.tokens == 1:
         return ()
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    return precision, next_power_of_2(n_slots), tile.tokens
+    return precision, 64 if n_slots <= 64 else 512 if n_slots <= 512 else _MAX_SLOTS, tile.tokens
