@@ -2,10 +2,10 @@
 
     y[t] = sum over j of weights[t, j] * down[e] @ (act(gate) * up), [gate | up] = gate_up[e] @ x[t], e = experts[t, j]
 
-Shapes, as in moe.py: T tokens, K experts of each token, E experts, H hidden size, I inner size. Slot t * K + j is token
+Shapes, as in experts.py: T tokens, K experts of each token, E experts, H hidden size, I inner size. Slot t * K + j is token
 t's choice j; h is [slots, I], in x's dtype.
 
-What differs from training's path (moe.py):
+What differs from training's path (experts.py):
 - Nothing is sorted or copied: two launches for few tokens, three for more, all of which a CUDA graph captures.
 - Few tokens: a program multiplies rows of one expert with one token, in fp32 as in linear/_gemv.py. The down projection
   of a token sums over its experts in the same program.
@@ -253,12 +253,12 @@ class Tile(NamedTuple):
 def _tiles(tokens: int, top_k: int, count: int, itemsize: int) -> tuple[Tile, Tile]:
     """Of gate_up_proj and of down_proj."""
     if tokens * top_k <= max(8, count // 4):  # hardly any expert has two tokens
-        wide = 1024 // next_power_of_2(top_k)
-        return Tile(1, 2, 2048 // itemsize, 4), Tile(1, 4, 2 * max(16, wide // itemsize), 4)
+        wide = 4096 // next_power_of_2(top_k)
+        return Tile(1, 4, 2048 // itemsize, 8), Tile(1, 4, max(16, wide // itemsize), 4)
     group = 16 if tokens * top_k <= 8 * count else 32
     if itemsize == 4:
         return Tile(group, 32, 32, 4, 3), Tile(group, 64, 32, 4, 3)
-    return Tile(group, 32, 64, 4, 5), Tile(group, 64, 64, 4, 5)
+    return Tile(group, 32, 128, 4, 4 if group == 16 else 3), Tile(group, 64, 128, 4, 4 if group == 16 else 3)
 
 
 def decode_takes(x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> bool:

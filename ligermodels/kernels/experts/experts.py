@@ -21,7 +21,8 @@ What differs from a loop over experts:
   (gate_up, dh), writes d_gate_up, and overwrites dh with weight * h for d_down.
 - Under activation checkpointing, the second run of a block ends before h, the down projection and the sum: `_Experts`
   saves everything, `_Combine` nothing.
-- When few tokens are decoded, only the experts in few bits that they chose are dequantised, one copy for each row.
+- Up to 64 tokens without gradients read the dense weights of the chosen experts alone (`_decode.py`); of experts in
+  few bits only the chosen ones are dequantised, one copy for each row.
 
 Bytes per token at 2-byte dtypes beside the matmuls: forward K (6 I + 2 H) + 2 H, backward K (12 I + 2 H) + 2 H.
 
@@ -45,6 +46,7 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS, activation
 from ligermodels.kernels._recompute import handle_of, may_overwrite, recomputed
 from ligermodels.kernels._triton import next_power_of_2, once_differentiable, tl, triton, use_triton
+from ligermodels.kernels.experts._decode import decode_experts, decode_takes
 from ligermodels.kernels.experts._grouped_mm import Low, grouped_mm, grouped_mm_outer, tile_rows
 from ligermodels.kernels.experts._order import Order, combine, sort_by_expert
 from ligermodels.kernels.linear.activation import activate_reference
@@ -408,6 +410,9 @@ def experts_of(
     x = x.to(autocast_dtype(x) or x.dtype)
     for size in (*down.weight.shape, weights.shape[1]):
         operator.index(size)  # constexprs of the kernels, which Dynamo must take for constants from here on
+    plain = gate_up.is_dense and down.is_dense and gate_up.bias is None and down.bias is None
+    if plain and shape[1] == 2 * inner and decode_takes(x, weights, experts, gate_up.weight, down.weight):
+        return decode_experts(x, weights, experts, gate_up.weight, down.weight, activation)
     if not use_triton(x):
         reference: Any = functools.partial(experts_reference, activation=activation)
         if recompute and torch.is_grad_enabled():

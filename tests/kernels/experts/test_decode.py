@@ -5,7 +5,7 @@ import torch
 
 import ligermodels.kernels.experts._decode as decode_file
 from ligermodels.kernels.experts._decode import Tile, decode_experts, decode_takes
-from ligermodels.kernels.experts.moe import moe_experts_reference
+from ligermodels.kernels.experts.experts import moe_experts_reference
 from tests.kernels.on_gpu import never_waits
 from tests.kernels.oracle import assert_as_exact
 
