@@ -36,6 +36,7 @@ TYPES = {
         "rope_type": "yarn", "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 2.0,
         "truncate": False,
     },
+    "yarn, not truncated": YARN | {"rope_type": "yarn", "truncate": False},
     "yarn, ramp beyond": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 10**14},
     "yarn, no ramp": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 6},
     "yarn, attention_factor": YARN | {"rope_type": "yarn", "attention_factor": 1.3},
