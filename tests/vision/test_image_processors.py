@@ -131,6 +131,14 @@ def test_frames_within_a_cap():
         assert processor._size(frames, 1080, 1920) == theirs(frames, 1080, 1920, **options)
 
 
+def test_frames_within_the_budget_of_a_video():
+    """Of qwen2_vl: 0.9 * 128,000 tokens of 28 x 28 pixels for each two frames, but the least size at any rate."""
+    processor = Qwen2VLImageProcessor.from_config(QWEN | {"cap_pixels_per_frame": True}, video=True)
+    least, most = processor.min_pixels, processor.max_pixels
+    for frames, pixels in ((1, most), (60_000, 180_633_600 // 60_000), (10**8, int(least * 1.05))):
+        assert processor._size(frames, 1080, 1920) == theirs_qwen.smart_resize(1080, 1920, 28, least, pixels), frames
+
+
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_video_of_qwen3_vl_is_its_frames_two_by_two(count):
     config = QWEN3_VIDEO | {"size": {"shortest_edge": 32 * 32 * 8 * count, "longest_edge": 32 * 32 * 12 * count}}
