@@ -237,6 +237,15 @@ class TestMemory:
         x.sum().backward()
         assert len(brought) == 4 and not any(ref() is not None for refs in brought for ref in refs)
 
+    def test_what_the_backward_does_not_read_is_not_fetched(self):
+        def block(x):
+            x.exp()  # saves a tensor for a backward that nothing asks for
+            return [x * x]
+
+        blocks, x = OffloadPass(Offload(), [0], 2), torch.full([3], 2.0, requires_grad=True)
+        blocks.run(1, block, *blocks.run(0, block, x))[0].sum().backward()
+        assert x.grad.tolist() == [32.0] * 3
+
     def test_memory_is_sent_once_and_again_when_its_contents_changed(self):
         pack = functools.partial(OffloadPass(Offload(), [0, 1], 2).pack, 0, [])
         memory = torch.arange(24.0).view(4, 6)
