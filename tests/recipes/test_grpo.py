@@ -12,6 +12,7 @@ from ligermodels.recipes.data.rows import Rows
 from ligermodels.recipes.grpo import GRPO
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample
+from tests.parallel.ranks import one_rank
 from tests.recipes import losses, runs
 from tests.recipes.runs import CHATS, REWARD, completions, metrics, on_two, run
 
@@ -114,8 +115,8 @@ def test_worker_processes_get_neither_rewards_nor_models(byte_level):
 
 
 def drawn(model, prompts, copies=1, temperature=1.0, seed=0, **options):
-    how = dict(max_new_tokens=3, temperature=temperature, stop_ids=(7, 9), seed=[seed], **options)
-    return sample(model, prompts, copies, **how)
+    how = dict(max_new_tokens=3, temperature=temperature, stop_ids=(7, 9), seed=[seed])
+    return sample(model, prompts, copies, **how | options)
 
 
 def test_samples_are_of_the_models_own_distribution():
@@ -140,6 +141,16 @@ def test_samples_depend_on_the_seed_and_greedy_ones_do_not():
     assert drawn(model, prompts, 3) == drawn(model, prompts, 3) != drawn(model, prompts, 3, seed=1)
     assert drawn(model, prompts, temperature=0.0) == drawn(model, prompts, temperature=0.0, rows=1, seed=2)
     assert len(drawn(model, prompts, 3, rows=3)) == 9
+
+
+def test_ranks_that_sample_together_stop_when_every_row_has_ended(tmp_path):
+    model, prompts, calls = losses.model().float(), [[5, 6], [1]], []
+    stops = [ids[1] for ids in drawn(model, prompts, temperature=0.0)]
+    expected = drawn(model, prompts, temperature=0.0, stop_ids=stops, max_new_tokens=9)
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    with one_rank(tmp_path):
+        found = drawn(model, prompts, temperature=0.0, stop_ids=stops, max_new_tokens=9, together=True)
+    assert found == expected and len(calls) == max(map(len, found)) < 9
 
 
 FUNCTIONS = """
