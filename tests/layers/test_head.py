@@ -60,6 +60,14 @@ def test_a_tie_holds(change):
     torch.testing.assert_close(model.embed_tokens.weight.grad, table.grad)
 
 
+def test_a_tied_head_without_a_table_says_so():
+    model = Tied()
+    model.embed_tokens.to("meta")
+    with pytest.raises(InputError, match="on the meta device; load the model"):
+        model.lm_head(torch.randn(2, 6))
+    assert model.lm_head(torch.randn(2, 6, device="meta")).shape == (2, 13)
+
+
 def make_head(kind):
     return Tied().lm_head if kind == "tied" else L.LMHead(6, 13, bias=kind == "bias")
 
