@@ -38,6 +38,13 @@ def same(a, b):
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
+def test_the_default_device_does_not_matter():
+    weight = make((48, 128))
+    with torch.device("meta"):
+        found = quantize_nf4(weight)
+    assert all(map(same, tensors(found), tensors(quantize_nf4(weight))))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_weight_becomes_the_nearest_code(device, poison, shape, monkeypatch):
     for dtype, block in zip(DTYPES, (64, 32, 256), strict=True):
