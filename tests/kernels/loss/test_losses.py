@@ -187,6 +187,13 @@ def test_logits_are_never_whole(device, name, grad):
         assert_same(found, expected, 2e-5, 2e-5)  # fp32 sums in another order
 
 
+def test_logits_of_model_and_teacher_share_the_workspace(device):
+    call = problem("linear_jsd", 4 * CHUNK, 300, device, torch.float32, ignored=0.0, bias=False)
+    with Seen() as seen:
+        linear_jsd(**call, workspace_bytes=2 * CHUNK * 320 * (4 + 4))
+    assert seen.largest == 2 * CHUNK * 320 * 4
+
+
 def test_fp32_accumulation_is_as_exact_as_one_chunk(device):
     """Over 3 chunks; half precision is not. Where dweight is larger than the workspace, its first 128 of 131 rows are
     summed separately, and all are rounded into their memory."""
