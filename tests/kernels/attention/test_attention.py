@@ -8,6 +8,7 @@ import torch
 
 from ligermodels.kernels import attention, attention_reference
 from ligermodels.kernels._recompute import attach_to_view, handle_of
+from ligermodels.kernels.attention import _flash_attention
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.operand import LinearOperand
 from tests.kernels.ops.attention import our_attention
@@ -157,6 +158,21 @@ def test_rows_do_not_leak(device):
     out = our_attention(*leaves)
     for x in (out, *torch.autograd.grad(out, leaves, weights)):
         assert x[0].isfinite().all() and x[1].isnan().all()
+
+
+def test_statistics_of_more_sequences_than_tokens_stay_in_their_memory(device, monkeypatch):
+    allocate, beyond = _flash_attention._statistics, []
+
+    def with_more_behind(q):
+        memory = allocate(q)
+        whole = torch.zeros(memory.numel() + 4096, dtype=memory.dtype, device=device)
+        beyond.append(whole[memory.numel() :])
+        return whole[: memory.numel()].view(memory.shape)
+
+    monkeypatch.setattr(_flash_attention, "_statistics", with_more_behind)
+    packed, *qkv = inputs(2, 2, size=16, batch_size=9, dtype=torch.float32, device=device)
+    our_attention(*qkv).sum().backward()
+    assert packed.grad.isfinite().all() and len(beyond) == 2 and not any(rest.any() for rest in beyond)
 
 
 def test_decode_is_the_last_row_of_prefill(device):
