@@ -6,7 +6,7 @@ saving are in pretrained.py; trainers.py has what trainers (transformers, TRL, P
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.fusion import fusion_report
-from ligermodels.arch.inputs import IGNORE_INDEX, Targets, TextInputs, check_inputs, check_labels
+from ligermodels.arch.inputs import IGNORE_INDEX, ForwardInputs, Targets, check_inputs
 from ligermodels.arch.output import CausalLMOutput, GenerationConfig
 from ligermodels.arch.pretrained import Pretrained
 from ligermodels.arch.trainers import TrainerInterface
-from ligermodels.errors import InputError
 from ligermodels.generation import generate, generate_batch
 from ligermodels.generation.graphs import KeptCaches
 from ligermodels.kernels.loss.cross_entropy import cross_entropy
@@ -28,25 +27,6 @@ from ligermodels.layers.state import Cache
 from ligermodels.libraries import integration
 
 __all__ = ["CausalLM", "CausalLMOutput", "GenerationConfig"]
-
-
-class Asked(NamedTuple):
-    """What `CausalLM.forward` is asked for beside the hidden states; see its arguments. labels: of either kind."""
-
-    labels: Tensor | None
-    shifted: bool
-    num_items_in_batch: Tensor | int | None
-    logits_to_keep: int
-    ignore_index: int
-    return_logits: bool | None
-    return_logprobs: bool
-    loss_function: Callable[..., Tensor] | None
-    hidden_states: bool
-
-    @property
-    def trains(self) -> bool:
-        """Whether the loss is the cross entropy."""
-        return self.loss_function is None and not self.return_logprobs
 
 
 class CausalLM(Pretrained, TrainerInterface):
@@ -173,92 +153,70 @@ class CausalLM(Pretrained, TrainerInterface):
         """
         shift_labels = others.pop("shift_labels", None)
         shifted = shift_labels is not None
-        if skip_logits is not None and return_logits is None and (labels is not None or shifted):
+        labels = shift_labels if shifted else labels
+        if skip_logits is not None and return_logits is None and labels is not None:
             return_logits = not skip_logits
-        asked = Asked(
-            shift_labels if shifted else labels, shifted, num_items_in_batch, logits_to_keep, ignore_index,
-            return_logits, return_logprobs, loss_function, bool(output_hidden_states),
-        )  # fmt: skip
         # With transformers' classes around ours, self.config is not the config of self.model.
-        if use_cache is None and (asked.labels is not None or not getattr(self.config, "use_cache", True)):
+        if use_cache is None and (labels is not None or not getattr(self.config, "use_cache", True)):
             use_cache = False
-        inputs, options = check_inputs(
+        text, options = check_inputs(
             self.model, input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask,
             position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache, **others,
         )  # fmt: skip
-        targets, count = self._targets(asked, inputs)
-        if targets is not None and asked.trains and self._trains_mtp and inputs.cache is None:
-            options["mtp"] = self.mtp
-        output = self.model(inputs, output_hidden_states=output_hidden_states, **options)
-        return self._with_head(output, asked, inputs, targets, count, attention_mask)
+        inputs = ForwardInputs(
+            text, labels, num_items_in_batch, logits_to_keep, ignore_index, return_logits, return_logprobs,
+            loss_function, output_hidden_states,
+        )  # fmt: skip
+        inputs.check(self)
+        targets = None
+        if labels is not None:  # before the blocks: the count of labels is on the host when the head asks for it
+            targets = self._targets(labels, inputs, shifted=shifted, ignore_index=ignore_index)
+            if self._trains_mtp(inputs):
+                options["mtp"] = self.mtp
+        output = self.model(text, output_hidden_states=output_hidden_states, **options)
+        return self._with_head(output, inputs, targets)
 
-    def _targets(self, asked: Asked, inputs: TextInputs) -> tuple[Targets | None, Tensor | int | None]:
-        """The labels of the next tokens, and what their losses are divided by (None: their number in this batch).
+    def _targets(self, labels: Tensor, inputs: ForwardInputs, **options: Any) -> Targets:
+        """The labels of the next tokens, and what their losses are divided by."""
+        targets = Targets(labels, inputs.text.cu_seqlens, self.decoder.context, **options)
+        targets.num_items_in_batch = inputs.num_items_in_batch
+        if self.parallel is not None and targets.num_items_in_batch is None:
+            targets.num_items_in_batch = self.parallel.total(targets.labels)
+        return targets
 
-        Called before the blocks, so that the count of labels is on the host when the head asks for it. Raises
-        InputError for arguments that do not fit together.
-        """
-        labels, parallel = asked.labels, self.parallel
-        check_labels(labels, inputs.tokens, asked.num_items_in_batch, asked.logits_to_keep, asked.ignore_index)
-        if asked.return_logprobs and labels is None:
-            raise InputError("return_logprobs=True needs labels: it returns their log probabilities")
-        if parallel is not None and parallel.shards > 1:
-            headless = labels is None and asked.return_logits is False
-            more = asked.hidden_states or asked.logits_to_keep or asked.return_logprobs
-            if inputs.cache is not None or more or headless:
-                raise InputError(
-                    "a cache, output_hidden_states, logits_to_keep, return_logprobs, and hidden states alone "
-                    "(return_logits=False) are not supported under context or tensor parallelism: save the model and "
-                    "load it on one GPU, or use a mesh of dp_shard alone"
-                )
-            rows, length = inputs.tokens.shape[:2]
-            parallel.check_length(length if inputs.cu_seqlens is None else rows * length)
-        if asked.loss_function is not None and (
-            labels is None or asked.return_logits or asked.return_logprobs or not takes_labels(unwrapped(self.lm_head))
-        ):
-            raise InputError(
-                "loss_function needs labels, neither logits nor logprobs, and a head that no adapter wraps"
-            )
-        if labels is None:
-            return None, None
-        options: dict[str, Any] = dict(shifted=asked.shifted, ignore_index=asked.ignore_index)
-        targets = Targets(labels, inputs.cu_seqlens, self.decoder.context, **options)
-        return targets, self._count(asked, targets)
+    def _trains_mtp(self, inputs: ForwardInputs) -> bool:
+        """Whether a call with labels computes the loss of `mtp` beside the cross entropy."""
+        has_cross_entropy = inputs.loss_function is None and not inputs.return_logprobs
+        trains = self.training and self.mtp is not None and bool(self.mtp.loss_weight)
+        return trains and has_cross_entropy and inputs.text.cache is None
 
-    def _with_head(
-        self,
-        output: CausalLMOutput,
-        asked: Asked,
-        inputs: TextInputs,
-        targets: Targets | None,
-        count: Tensor | int | None,
-        attention_mask: Tensor | None,
-    ) -> CausalLMOutput:
+    def _with_head(self, output: CausalLMOutput, inputs: ForwardInputs, targets: Targets | None) -> CausalLMOutput:
         """The output of the blocks with what the head makes of it: logits, loss or log probabilities."""
         parallel, context = self.parallel, self.decoder.context
         evaluates = not self.training and not torch.is_grad_enabled()
-        wants_logits = asked.return_logits or (asked.return_logits is None and (targets is None or evaluates))
-        keeps = asked.hidden_states or (targets is None and not wants_logits)
+        wants_logits = inputs.return_logits or (inputs.return_logits is None and (targets is None or evaluates))
+        keeps = inputs.output_hidden_states or (targets is None and not wants_logits)
         x = output["last_hidden_state"] if keeps else output.pop("last_hidden_state")
         computed: dict[str, Any] = {}
-        if targets is not None and asked.return_logprobs:
+        if targets is not None and inputs.return_logprobs:
             computed = {"logprobs": self._logprobs(x, targets)}
         elif targets is not None:
-            with_logits = bool(wants_logits) and asked.loss_function is None
-            computed = self._loss(x, targets, count, with_logits=with_logits, loss_function=asked.loss_function)
+            with_logits = bool(wants_logits) and inputs.loss_function is None
+            computed = self._loss(x, targets, with_logits=with_logits, loss_function=inputs.loss_function)
             if "mtp_hidden_states" in output:
-                computed["mtp_loss"] = self._mtp_loss(output.pop("mtp_hidden_states"), asked, inputs, targets)
+                computed["mtp_loss"] = self._mtp_loss(output.pop("mtp_hidden_states"), inputs, targets)
                 computed["loss"] = computed["loss"] + self.mtp.loss_weight * computed["mtp_loss"]
         elif wants_logits:
-            computed["logits"] = self.logits_of(x[:, -asked.logits_to_keep :] if asked.logits_to_keep else x)
+            computed["logits"] = self.logits_of(x[:, -inputs.logits_to_keep :] if inputs.logits_to_keep else x)
         for name in ("loss", "mtp_loss") if parallel is not None else ():
             if name in computed:
                 computed[name] = parallel.data.all_reduce(computed[name])
         if context is not None and "logits" in computed:
             logits = context.all_gather_replicated(computed["logits"], 1)
-            computed["logits"] = logits.reshape(*inputs.tokens.shape[:2], -1)
+            computed["logits"] = logits.reshape(*inputs.text.tokens.shape[:2], -1)
         if "router_logits" in output:
-            mask = attention_mask if attention_mask is None or context is None else context.shard(attention_mask, 1)
+            mask = inputs.text.attention_mask
+            mask = mask if mask is None or context is None else context.shard(mask, 1)
             output["aux_loss"] = load_balancing_loss(
                 output["router_logits"],
                 top_k=cast(Any, self.decoder.config).num_experts_per_tok,
@@ -269,46 +227,27 @@ class CausalLM(Pretrained, TrainerInterface):
                 computed["loss"] = computed["loss"] + self.config.router_aux_loss_coef * output["aux_loss"]
         return CausalLMOutput({**computed, **output})
 
-    def _count(self, asked: Asked, targets: Targets) -> Tensor | int | None:
-        """What the sum of the losses of `targets` is divided by; None: their number in this batch."""
-        if self.parallel is None or asked.num_items_in_batch is not None:
-            return asked.num_items_in_batch
-        return self.parallel.total(targets.labels)
-
-    @property
-    def _trains_mtp(self) -> bool:
-        return self.mtp is not None and bool(self.mtp.loss_weight) and self.training
-
     def _loss(
-        self,
-        x: Tensor,
-        targets: Targets,
-        num_items_in_batch: Tensor | int | None,
-        *,
-        with_logits: bool,
-        loss_function: Callable[..., Tensor] | None,
+        self, x: Tensor, targets: Targets, *, with_logits: bool, loss_function: Callable[..., Tensor] | None
     ) -> dict[str, Any]:
         """The loss of the last hidden state, and with `with_logits` the logits."""
         head = unwrapped(self.lm_head)
         if takes_labels(head) and not with_logits:
-            options: dict[str, Any] = dict(num_items_in_batch=num_items_in_batch, num_valid=targets.count())
+            count = targets.num_items_in_batch
+            options: dict[str, Any] = dict(num_items_in_batch=count, num_valid=targets.count())
             if loss_function is not None:
                 options["loss_function"] = loss_function
             return {"loss": head(x, labels=targets.labels, softcap=self._softcap, **options)}
         if not takes_labels(head):  # an adapter wraps the head, and computes all logits
             warn_unfused_head(self.lm_head, x)
         logits = self.logits_of(x)
-        loss = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
+        loss = cross_entropy(logits, targets.labels, num_items_in_batch=targets.num_items_in_batch)
         return {"loss": loss, "logits": logits} if with_logits else {"loss": loss}
 
-    def _mtp_loss(self, x: Tensor, asked: Asked, inputs: TextInputs, targets: Targets) -> Tensor:
+    def _mtp_loss(self, x: Tensor, inputs: ForwardInputs, targets: Targets) -> Tensor:
         """The loss of `mtp`, whose states x predict the token after the next one."""
-        labels, context, cu_seqlens = targets.labels, self.decoder.context, inputs.cu_seqlens
-        if context is not None and asked.labels is not None:  # `targets` has those of this rank
-            options: dict[str, Any] = dict(shifted=asked.shifted, ignore_index=asked.ignore_index)
-            labels = Targets(asked.labels, cu_seqlens, **options).labels
-        ahead = Targets(labels, cu_seqlens, context)
-        return self._loss(x, ahead, self._count(asked, ahead), with_logits=False, loss_function=None)["loss"]
+        ahead = self._targets(targets.of_all_tokens, inputs)
+        return self._loss(x, ahead, with_logits=False, loss_function=None)["loss"]
 
     def _logprobs(self, x: Tensor, targets: Targets) -> Tensor:
         """The log probability of each label, [B, S]."""

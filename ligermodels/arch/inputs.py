@@ -7,8 +7,9 @@ and the values of a mask and of cu_seqlens are trusted.
 
 import inspect
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError, did_you_mean
 from ligermodels.layers.async_copy import AsyncToHost
 from ligermodels.layers.batch import MovableInputs
+from ligermodels.layers.head import takes_labels, unwrapped
 from ligermodels.layers.losses import check_count
 from ligermodels.layers.parallel import MeshGroup
 from ligermodels.layers.state import Cache, as_cache, one_cache
@@ -185,26 +187,57 @@ def _caches_by_default(model: Any, decoder: Any) -> bool:
     return not (recomputes or runs_tower or decoder.context is not None or decoder.tp is not None)
 
 
-def check_labels(
-    labels: Tensor | None, x: Tensor, num_items_in_batch: Tensor | int | None, logits_to_keep: int, ignore_index: int
-) -> None:
-    """Raises InputError for arguments of `CausalLM.forward` that do not fit: of the loss, and logits_to_keep.
+class ForwardInputs(NamedTuple):
+    """The arguments of a call of `CausalLM.forward`: `text`, for the blocks, and those of the head, whose names and
+    meanings are there. labels: [B, S], shifted or not."""
 
-    labels: [B, S], shifted or not. x: input_ids [B, S] or inputs_embeds [B, S, hidden_size].
-    """
-    if type(ignore_index) is not int:
-        raise InputError(f"ignore_index={ignore_index!r} must be a whole number: the label that does not count")
-    if num_items_in_batch is not None:
-        check_count(num_items_in_batch)
-    if isinstance(logits_to_keep, bool) or not isinstance(logits_to_keep, int) or logits_to_keep < 0:
-        raise InputError(f"logits_to_keep={logits_to_keep!r} must be a number of positions, or 0 for all")
-    if labels is None:
-        return
-    if logits_to_keep:
-        raise InputError("labels need the logits of all positions: leave logits_to_keep out")
-    _check_tensors(ids=x, labels=labels)
-    if labels.shape != x.shape[:2]:
-        raise InputError(f"labels have shape {tuple(labels.shape)}, expected that of the ids, {tuple(x.shape[:2])}")
+    text: TextInputs
+    labels: Tensor | None
+    num_items_in_batch: Tensor | int | None
+    logits_to_keep: int
+    ignore_index: int
+    return_logits: bool | None
+    return_logprobs: bool
+    loss_function: Callable[..., Tensor] | None
+    output_hidden_states: bool | None
+
+    def check(self, model: Any) -> None:
+        """Raises InputError for arguments of the head that do not fit each other, the text or the `CausalLM`."""
+        x, labels, keep, parallel = self.text.tokens, self.labels, self.logits_to_keep, model.parallel
+        if type(self.ignore_index) is not int:
+            raise InputError(
+                f"ignore_index={self.ignore_index!r} must be a whole number: the label that does not count"
+            )
+        if self.num_items_in_batch is not None:
+            check_count(self.num_items_in_batch)
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+            raise InputError(f"logits_to_keep={keep!r} must be a number of positions, or 0 for all")
+        if labels is not None:
+            if keep:
+                raise InputError("labels need the logits of all positions: leave logits_to_keep out")
+            _check_tensors(ids=x, labels=labels)
+            if labels.shape != x.shape[:2]:
+                raise InputError(
+                    f"labels have shape {tuple(labels.shape)}, expected that of the ids, {tuple(x.shape[:2])}"
+                )
+        elif self.return_logprobs:
+            raise InputError("return_logprobs=True needs labels: it returns their log probabilities")
+        if parallel is not None and parallel.shards > 1:
+            headless = labels is None and self.return_logits is False
+            if self.text.cache is not None or self.output_hidden_states or keep or self.return_logprobs or headless:
+                raise InputError(
+                    "a cache, output_hidden_states, logits_to_keep, return_logprobs, and hidden states alone "
+                    "(return_logits=False) are not supported under context or tensor parallelism: save the model and "
+                    "load it on one GPU, or use a mesh of dp_shard alone"
+                )
+            rows, length = x.shape[:2]
+            parallel.check_length(length if self.text.cu_seqlens is None else rows * length)
+        if self.loss_function is not None and (
+            labels is None or self.return_logits or self.return_logprobs or not takes_labels(unwrapped(model.lm_head))
+        ):
+            raise InputError(
+                "loss_function needs labels, neither logits nor logprobs, and a head that no adapter wraps"
+            )
 
 
 def _check_tensors(**tensors: Tensor | None) -> Tensor:
@@ -355,11 +388,14 @@ class Targets:
 
     labels: of the tokens themselves, or with `shifted` of the next tokens. ignore_index: counts as -100 does. The last
     token of a row, and of a packed sequence, has no label. context: the ranks over which the sequence is split; the
-    result has this rank's tokens.
+    result has this rank's tokens, `of_all_tokens` those of all. num_items_in_batch, an attribute: what the sum of the
+    losses is divided by; None: the number of labels that count.
 
     The loss drops the rows without a label, and the host needs their number for a GEMM. The number is copied to the
     host during the forward: the copy is queued before the first block, and complete when the head asks for it.
     """
+
+    num_items_in_batch: Tensor | int | None = None
 
     def __init__(
         self,
@@ -379,6 +415,7 @@ class Targets:
             targets = F.pad(rows[:, 1:], (0, 1), value=IGNORE_INDEX)
             if cu_seqlens is not None:
                 targets = targets.index_fill(1, cu_seqlens[1:].long() - 1, IGNORE_INDEX).view_as(labels)
+        self.of_all_tokens = targets
         if context is not None:
             targets = context.shard(targets if cu_seqlens is None else targets.view(1, -1), 1)
         self.labels = targets
