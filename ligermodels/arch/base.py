@@ -178,7 +178,7 @@ class CausalLM(Pretrained, TrainerInterface):
 
     def _targets(self, labels: Tensor, inputs: ForwardInputs, **options: Any) -> Targets:
         """The labels of the next tokens, and what their losses are divided by."""
-        targets = Targets(labels, inputs.text.cu_seqlens, self.decoder.context, **options)
+        targets = Targets(labels, inputs.text.cu_seqlens, self.decoder.cp, **options)
         targets.num_items_in_batch = inputs.num_items_in_batch
         if self.parallel is not None and targets.num_items_in_batch is None:
             targets.num_items_in_batch = self.parallel.total(targets.labels)
@@ -192,7 +192,7 @@ class CausalLM(Pretrained, TrainerInterface):
 
     def _with_head(self, output: CausalLMOutput, inputs: ForwardInputs, targets: Targets | None) -> CausalLMOutput:
         """The output of the blocks with what the head makes of it: logits, loss or log probabilities."""
-        parallel, context = self.parallel, self.decoder.context
+        parallel, cp = self.parallel, self.decoder.cp
         evaluates = not self.training and not torch.is_grad_enabled()
         wants_logits = inputs.return_logits or (inputs.return_logits is None and (targets is None or evaluates))
         keeps = inputs.output_hidden_states or (targets is None and not wants_logits)
@@ -211,12 +211,12 @@ class CausalLM(Pretrained, TrainerInterface):
         for name in ("loss", "mtp_loss") if parallel is not None else ():
             if name in computed:
                 computed[name] = parallel.data.all_reduce(computed[name])
-        if context is not None and "logits" in computed:
-            logits = context.all_gather_replicated(computed["logits"], 1)
+        if cp is not None and "logits" in computed:
+            logits = cp.all_gather_replicated(computed["logits"], 1)
             computed["logits"] = logits.reshape(*inputs.text.tokens.shape[:2], -1)
         if "router_logits" in output:
             mask = inputs.text.attention_mask
-            mask = mask if mask is None or context is None else context.shard(mask, 1)
+            mask = mask if mask is None or cp is None else cp.shard(mask, 1)
             output["aux_loss"] = load_balancing_loss(
                 output["router_logits"],
                 top_k=cast(Any, self.decoder.config).num_experts_per_tok,

@@ -87,11 +87,11 @@ class Decoder(BaseModel):
     embedding_scale: multiplies the embedding's rows. extra_rows: rows of the embedding beyond `vocab_size`.
     position_axes: how many positions a token may have. ropes: rotary embeddings by name, for attention that reads none
     of the config's.
-    context, tp: the groups of ranks of context and tensor parallelism. Every rank gets all tokens, and returns the last
+    cp, tp: the groups of ranks of context and tensor parallelism. Every rank gets all tokens, and returns the last
     hidden state of its part of the sequence.
     """
 
-    context: MeshGroup | None = None
+    cp: MeshGroup | None = None
     tp: MeshGroup | None = None
     param_dtype: torch.dtype | None = None
     """The dtype of the weights in the blocks under FSDP's mixed precision; None: as they are stored."""
@@ -193,7 +193,7 @@ class Decoder(BaseModel):
         if inputs.cu_seqlens is not None:
             tokens = tokens.reshape(1, -1, *tokens.shape[2:])
         batch, x = self._batch(tokens, inputs), self._embedded(tokens, inputs)
-        shape = (*inputs.tokens.shape[:2], x.shape[-1]) if self.context is None else x.shape
+        shape = (*inputs.tokens.shape[:2], x.shape[-1]) if self.cp is None else x.shape
         following = None if mtp is None else self._following(tokens, inputs, x)
         if self.tp is not None:
             x = self.tp.scatter(x, 1)
@@ -201,7 +201,7 @@ class Decoder(BaseModel):
         router_logits: list[Tensor] = []
         carry = self.first_carry(tokens, inputs, x)
         run = self.runner(tokens, inputs, x)
-        if cache is not None and inputs.step is None:
+        if cache is not None and inputs.decode_step is None:
             cache.begin()
         for i, layer in enumerate(self.layers):
             if output_hidden_states:
@@ -225,7 +225,7 @@ class Decoder(BaseModel):
             last = {name: self.tp.all_gather(x, 1) for name, x in last.items()}
         output = CausalLMOutput({name: x.reshape(shape) for name, x in last.items()})
         if cache is not None:
-            if inputs.step is None:
+            if inputs.decode_step is None:
                 cache.advance(inputs.tokens.shape[1])
             output["past_key_values"] = cache if cache.foreign is None else cache.foreign
         if output_hidden_states:
@@ -300,22 +300,22 @@ class Decoder(BaseModel):
 
     def _embedded(self, tokens: Tensor, inputs: TextInputs) -> Tensor:
         """The embeddings of this rank's part of `tokens`, which are ids, or embeddings already."""
-        tokens = tokens if self.context is None else self.context.shard(tokens, 1)
+        tokens = tokens if self.cp is None else self.cp.shard(tokens, 1)
         return self.embed_tokens(tokens) if inputs.inputs_embeds is None else tokens
 
     def _following(self, tokens: Tensor, inputs: TextInputs, x: Tensor) -> Tensor:
         """The embeddings of the tokens after those of this rank, whose own are x; the last one means nothing."""
-        x = x.roll(-1, 1) if self.context is None else self._embedded(tokens.roll(-1, 1), inputs)
+        x = x.roll(-1, 1) if self.cp is None else self._embedded(tokens.roll(-1, 1), inputs)
         return x if self.tp is None else self.tp.scatter(x, 1)
 
     def own_tokens(self, states: Tensor) -> Tensor:
         """This rank's part of `states` [B, S, hidden_size] of all tokens."""
-        states = states if self.context is None else self.context.shard(states, 1)
+        states = states if self.cp is None else self.cp.shard(states, 1)
         return states if self.tp is None else self.tp.scatter(states, 1)
 
     def _batch(self, tokens: Tensor, inputs: TextInputs) -> Batch:
         """The inputs of the blocks besides x: rotary tables and masks."""
-        length, past, cu_seqlens = tokens.shape[1], inputs.past, inputs.cu_seqlens
+        length, past, cu_seqlens = tokens.shape[1], inputs.past_length, inputs.cu_seqlens
         position_ids = inputs.position_ids
         embeddings: dict[str, Any] = {"full": self.rotary_emb, **self.ropes}
         if position_ids is None and cu_seqlens is None and past == 0:
@@ -331,19 +331,19 @@ class Decoder(BaseModel):
                 axes = position_ids.shape[:-2]
                 position_ids = position_ids.expand(*axes, *inputs.tokens.shape[:2]).reshape(*axes, 1, -1)
             rotary = {name: embedding(position_ids) for name, embedding in embeddings.items()}
-        if self.context is not None:
+        if self.cp is not None:
             for name, (cos, sin) in rotary.items():
-                rotary[name] = self.context.shard(cos, 1).contiguous(), self.context.shard(sin, 1).contiguous()
+                rotary[name] = self.cp.shard(cos, 1).contiguous(), self.cp.shard(sin, 1).contiguous()
         key_mask = None if inputs.attention_mask is None else inputs.attention_mask.bool()
         token_mask = None if key_mask is None else key_mask[:, -length:]
         if key_mask is not None and past == 0 and not must_not_sync(key_mask) and _pads_only_after(key_mask):
             key_mask = None  # no token before the padding sees it: attention is causal
-        if inputs.step is not None:
-            starts, ends = inputs.step
+        if inputs.decode_step is not None:
+            starts, ends = inputs.decode_step
             return Batch(rotary=rotary, next_token=NextToken(starts=starts, ends=ends))
         return Batch(
             rotary=rotary, key_mask=key_mask, token_mask=token_mask, cu_seqlens=cu_seqlens,
-            max_seqlen=inputs.max_seqlen, past=past, context=self.context,
+            max_seqlen=inputs.max_seqlen, past_length=past, cp=self.cp,
         )  # fmt: skip
 
 

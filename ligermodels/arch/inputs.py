@@ -43,9 +43,9 @@ class TextInputs(MovableInputs):
     """The checked inputs of a text model for one forward pass; see `CausalLM.forward`.
 
     cache: the Cache to read and extend, or None. cu_seqlens, max_seqlen: the packed sequences, whichever argument
-    marked them; None where nothing is packed. step: (starts, ends), int32 [B] each, in a decoding step of one token a
-    row: the columns of the row's first token and past its new one. The caller counts the token. images: what the
-    text model of a family reads of images, by name; empty without.
+    marked them; None where nothing is packed. decode_step: (starts, ends), int32 [B] each, in a decoding step of one
+    token a row: the columns of the row's first token and past its new one. The caller counts the token. images: what
+    the text model of a family reads of images, by name; empty without.
     """
 
     input_ids: Tensor | None
@@ -55,7 +55,7 @@ class TextInputs(MovableInputs):
     cache: Cache | None
     cu_seqlens: Tensor | None
     max_seqlen: int | None
-    step: tuple[Tensor, Tensor] | None = None
+    decode_step: tuple[Tensor, Tensor] | None = None
     images: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -64,7 +64,7 @@ class TextInputs(MovableInputs):
         return self.input_ids if self.inputs_embeds is None else self.inputs_embeds  # type: ignore[return-value]
 
     @property
-    def past(self) -> int:
+    def past_length(self) -> int:
         """The number of tokens in the cache."""
         return 0 if self.cache is None else self.cache.length
 
@@ -96,7 +96,7 @@ def check_inputs(
     cache_position: Tensor | None = None,
     output_attentions: bool | None = None,
     return_dict: bool | None = None,
-    step: tuple[Tensor, Tensor] | None = None,
+    decode_step: tuple[Tensor, Tensor] | None = None,
     **options: Any,
 ) -> tuple[TextInputs, dict[str, Any]]:
     """Checks the arguments of a forward pass, and creates the cache where one is asked for.
@@ -159,7 +159,7 @@ def check_inputs(
         cache=cache,
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
-        step=step,
+        decode_step=decode_step,
     )
     return inputs, options
 
@@ -171,7 +171,8 @@ def _refuse(name: str, model: Any) -> NoReturn:
             f"{name} is an argument of the head, and {type(model).__name__} has none: call the whole model"
         )
     known = {*inspect.signature(check_inputs).parameters, *model.run_options, *_OF_THE_HEAD, *NO_EFFECT}
-    raise InputError(f"forward has no argument {name!r}" + did_you_mean(name, known - {"model", "options", "step"}))
+    known -= {"model", "options", "decode_step"}
+    raise InputError(f"forward has no argument {name!r}" + did_you_mean(name, known))
 
 
 def _caches_by_default(model: Any, decoder: Any) -> bool:
@@ -184,7 +185,7 @@ def _caches_by_default(model: Any, decoder: Any) -> bool:
         return False
     recomputes = torch.is_grad_enabled() and decoder.checkpointing.enabled
     runs_tower = model is not decoder and model.always_runs_tower
-    return not (recomputes or runs_tower or decoder.context is not None or decoder.tp is not None)
+    return not (recomputes or runs_tower or decoder.cp is not None or decoder.tp is not None)
 
 
 class ForwardInputs(NamedTuple):
@@ -387,7 +388,7 @@ class Targets:
     """The label of the next token at each position, [B, S], and the number of labels that count.
 
     labels: of the tokens themselves, or with `shifted` of the next tokens. ignore_index: counts as -100 does. The last
-    token of a row, and of a packed sequence, has no label. context: the ranks over which the sequence is split; the
+    token of a row, and of a packed sequence, has no label. cp: the ranks over which the sequence is split; the
     result has this rank's tokens, `of_all_tokens` those of all. num_items_in_batch, an attribute: what the sum of the
     losses is divided by; None: the number of labels that count.
 
@@ -401,7 +402,7 @@ class Targets:
         self,
         labels: Tensor,
         cu_seqlens: Tensor | None,
-        context: MeshGroup | None = None,
+        cp: MeshGroup | None = None,
         *,
         shifted: bool = False,
         ignore_index: int = IGNORE_INDEX,
@@ -416,8 +417,8 @@ class Targets:
             if cu_seqlens is not None:
                 targets = targets.index_fill(1, cu_seqlens[1:].long() - 1, IGNORE_INDEX).view_as(labels)
         self.of_all_tokens = targets
-        if context is not None:
-            targets = context.shard(targets if cu_seqlens is None else targets.view(1, -1), 1)
+        if cp is not None:
+            targets = cp.shard(targets if cu_seqlens is None else targets.view(1, -1), 1)
         self.labels = targets
         self._count = None
         if targets.is_cuda and not must_not_sync(targets):  # else all rows are computed

@@ -153,9 +153,9 @@ class CrossDecoder(Decoder):
     def _batch(self, tokens: Tensor, inputs: TextInputs) -> Batch:
         batch = super()._batch(tokens, inputs)
         batch.images = dict(inputs.images)
-        if self.context is not None:  # it shards the tokens, not the states
+        if self.cp is not None:  # it shards the tokens, not the states
             rows = {name: x for name, x in inputs.images.items() if name != "states" and x is not None}
-            batch.images |= {name: self.context.shard(x, 1) for name, x in rows.items()}
+            batch.images |= {name: self.cp.shard(x, 1) for name, x in rows.items()}
         return batch
 
 
@@ -228,7 +228,7 @@ class LlamaVisionModel(BaseModel):
         state: dict[str, Any] = {} if inputs.cache is None else inputs.cache.values
         if states is None and "images" not in state:
             return {}
-        vision, past, images = self.config.vision_config, inputs.past, state.get("images", 0)
+        vision, past, images = self.config.vision_config, inputs.past_length, state.get("images", 0)
         batch_size, length = inputs.tokens.shape[:2]
         if states is not None:
             images += states.shape[1] // (vision.max_num_tiles * vision.num_patches)

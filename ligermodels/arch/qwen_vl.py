@@ -191,7 +191,7 @@ class QwenVLModel(BaseModel):
         images = self.config.images(image_grid_thw, video_grid_thw)
         pixels = images.pixels(pixel_values, pixel_values_videos, width=self.visual.patch_width)
         # Not in a step of decoding: a token that the model has drawn is text, whatever its id.
-        counts = ids is not None and (pixels is not None or not inputs.past or ids.shape[1] > 1)
+        counts = ids is not None and (pixels is not None or not inputs.past_length or ids.shape[1] > 1)
         check = images.check_count(ids) if counts else None
         if pixels is not None:
             if ids is None:
@@ -219,7 +219,7 @@ class QwenVLModel(BaseModel):
 
         The cache stores rope_deltas [B, 1], by how much positions exceed the number of tokens.
         """
-        ids, mask, cache, past = inputs.tokens, inputs.attention_mask, inputs.cache, inputs.past
+        ids, mask, cache, past = inputs.tokens, inputs.attention_mask, inputs.cache, inputs.past_length
         text, positions = inputs.position_ids, None
         if text is not None and text.dim() == 3:
             positions, text = text[-3:], None

@@ -102,7 +102,7 @@ class DecodeStep:
     def _compute(self, model: Any, cache: Cache, positions: Tensor) -> None:
         """positions [N, 1]: of the tokens."""
         output = model(
-            input_ids=self.ids, position_ids=positions, past_key_values=cache, step=(self.starts, self.ends),
+            input_ids=self.ids, position_ids=positions, past_key_values=cache, decode_step=(self.starts, self.ends),
             return_logits=False,
         )  # fmt: skip
         self.hidden = output.last_hidden_state[:, -1]

@@ -86,14 +86,14 @@ class Attention(JointProjections):
 
     def forward(self, x: Tensor, batch: Batch, cache: KeyValues | None = None) -> Tensor:
         self._check(batch, cache)
-        o_proj, context = self.output_module, batch.context
+        o_proj, cp = self.output_module, batch.cp
         output = operands_of([o_proj])
         tables = None if self.rope is None else batch.rotary[self.rope]
         token = None if cache is None else batch.next_token
         # The cache rotates the token that it stores.
         q, k, v, gate = self._qkv(x if self.tp is None else self.tp.all_gather(x, 1), tables if token is None else None)
-        if context is not None:
-            q, k, v = context.to_heads(q), context.to_heads(k), context.to_heads(v)
+        if cp is not None:
+            q, k, v = cp.to_heads(q), cp.to_heads(k), cp.to_heads(v)
         key_mask = batch.key_mask
         if cache is not None and token is not None:
             out = cache.attend(q, k, v, token, tables, window=self.window, softcap=self.softcap, scale=self.scale)
@@ -101,7 +101,7 @@ class Attention(JointProjections):
                 out = glu(gate, out, activation="sigmoid")
             return run_linear(o_proj, out.flatten(2), output)
         if cache is not None:
-            k, v = cache.append(k, v, batch.past)
+            k, v = cache.append(k, v, batch.past_length)
             if key_mask is not None:  # over all tokens so far; a state with a window returns only the last
                 key_mask = key_mask[:, -k.shape[1] :]
         out = attention(
@@ -115,10 +115,10 @@ class Attention(JointProjections):
             key_mask=key_mask,
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
-            head_chunks=output is not None and context is None and gate is None,
+            head_chunks=output is not None and cp is None and gate is None,
         )
-        if context is not None:
-            out = context.to_tokens(out)
+        if cp is not None:
+            out = cp.to_tokens(out)
         if gate is not None:
             out = glu(gate, out, activation="sigmoid")
         y = run_linear(o_proj, attach_to_view(out, out.flatten(2)), output)

@@ -51,8 +51,8 @@ class Batch(MovableInputs):
     max_seqlen: the length of the longest packed sequence; None if not known.
     images: what the blocks of a family read of images, by name; empty without images, here and in the cache.
     next_token: of a step of decoding that may be captured in a CUDA graph.
-    past: the number of tokens in the cache.
-    context: the ranks over which the sequence is sharded (context parallel). rotary and images are then those of the
+    past_length: the number of tokens in the cache.
+    cp: the ranks over which the sequence is sharded (context parallel). rotary and images are then those of the
         rank's tokens, masks and bounds those of all tokens; None if a rank has all tokens.
 
     Not a dataclass, since FSDP's mixed precision casts floating-point tensors in dataclasses, tuples and dicts: it
@@ -69,8 +69,8 @@ class Batch(MovableInputs):
         max_seqlen: int | None = None,
         images: Mapping[str, Any] | None = None,
         next_token: NextToken | None = None,
-        past: int = 0,
-        context: MeshGroup | None = None,
+        past_length: int = 0,
+        cp: MeshGroup | None = None,
     ):
         self.rotary = dict(rotary or {})
         self.key_mask = key_mask
@@ -79,5 +79,5 @@ class Batch(MovableInputs):
         self.max_seqlen = max_seqlen
         self.images = dict(images or {})
         self.next_token = next_token
-        self.past = past
-        self.context = context
+        self.past_length = past_length
+        self.cp = cp

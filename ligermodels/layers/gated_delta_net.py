@@ -97,7 +97,7 @@ class GatedDeltaNet(JointProjections):
     num_value_heads is a multiple of num_key_heads: value head i reads the query and key head i // (their ratio).
     conv_size: the tokens that the convolution sees, the current one included. eps: of the norm at the output.
     tp: the ranks over which the heads are sharded (tensor parallel); x is then a rank's shard [B, S/n, hidden_size].
-    With `batch.context` convolution and delta rule compute all tokens of this rank's heads, all else its tokens.
+    With `batch.cp` convolution and delta rule compute all tokens of this rank's heads, all else its tokens.
     """
 
     is_recurrent = True
@@ -185,15 +185,15 @@ class GatedDeltaNet(JointProjections):
             raise InputError("packed sequences cannot go into a cache; pad them into a batch instead")
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.to(x.device, torch.int32)
-        if mask is not None and batch.context is not None:
-            mask = batch.context.shard(mask, 1)
+        if mask is not None and batch.cp is not None:
+            mask = batch.cp.shard(mask, 1)
         if self.tp is not None:
             x = self.tp.all_gather(x, 1)
         if mask is not None:
             x = x * mask[..., None]
         qkv, z, b, a = apply_linears(self.joint_modules, x)
-        if batch.context is not None:
-            out = self._over_ranks(qkv, *self._gates(a, b, mask), cu_seqlens, batch.context)
+        if batch.cp is not None:
+            out = self._over_ranks(qkv, *self._gates(a, b, mask), cu_seqlens, batch.cp)
         elif cache is None:
             qkv = self.conv1d(qkv, cu_seqlens=cu_seqlens)
             out, _ = gated_delta_rule(*self._heads(qkv), *self._gates(a, b, mask), cu_seqlens=cu_seqlens)
@@ -212,26 +212,24 @@ class GatedDeltaNet(JointProjections):
         g, beta = delta_gates(a, b, *self._rates())
         return (g, beta) if mask is None else (g * mask[..., None], beta * mask[..., None])
 
-    def _over_ranks(
-        self, qkv: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, context: MeshGroup
-    ) -> Tensor:
+    def _over_ranks(self, qkv: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, cp: MeshGroup) -> Tensor:
         """[B, S/n, HV, DV]. By all-to-all a rank gets all tokens of its value heads, and of the key heads they read."""
         parts, channels, first = [], [], 0
         for x, heads in zip(
             qkv.split(self.sizes, -1), (self.num_key_heads, self.num_key_heads, self.num_value_heads), strict=True
         ):
-            blocks = min(context.size, heads)  # fewer key heads than ranks: several ranks read the same one
+            blocks = min(cp.size, heads)  # fewer key heads than ranks: several ranks read the same one
             rows = x.shape[-1] // blocks
-            begin = first + context.rank * blocks // context.size * rows
+            begin = first + cp.rank * blocks // cp.size * rows
             channels.append(slice(begin, begin + rows))
-            parts.append(x.unflatten(-1, (blocks, rows)).repeat_interleave(context.size // blocks, 2))
+            parts.append(x.unflatten(-1, (blocks, rows)).repeat_interleave(cp.size // blocks, 2))
             first += x.shape[-1]
-        mixed = context.to_heads(torch.cat(parts, -1)).squeeze(2)
-        g, write = context.to_heads(torch.stack([g, beta.to(g.dtype)], -1)).unbind(-1)
+        mixed = cp.to_heads(torch.cat(parts, -1)).squeeze(2)
+        g, write = cp.to_heads(torch.stack([g, beta.to(g.dtype)], -1)).unbind(-1)
         mixed = self.conv1d(mixed, cu_seqlens=cu_seqlens, channels=channels)
         q_k_v = self._heads(mixed, [part.shape[-1] for part in parts])
         out, _ = gated_delta_rule(*q_k_v, g, write.to(beta.dtype), cu_seqlens=cu_seqlens)
-        return context.to_tokens(out)
+        return cp.to_tokens(out)
 
     def _heads(self, qkv: Tensor, sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k [..., HK, DK] and v [..., HV, DV] of the joint qkv. sizes: of its parts, by default of all heads."""
@@ -241,7 +239,7 @@ class GatedDeltaNet(JointProjections):
 
     def _continue(self, qkv: Tensor, a: Tensor, b: Tensor, batch: Batch, cache: RecurrentState) -> Tensor:
         """The tokens after those in the cache, which then has them too; gradients reach the new tokens alone."""
-        past, mask, length = batch.past, batch.token_mask, qkv.shape[1]
+        past, mask, length = batch.past_length, batch.token_mask, qkv.shape[1]
         if past == 0 and batch.next_token is None:  # the empty cache follows the first tokens, as under autocast
             cache.move(qkv)
         conv = cache.buffers[0]
@@ -271,14 +269,14 @@ class GatedDeltaNet(JointProjections):
         """As `gated_delta_step`. In a cache of one row the tokens [B, 1] of a captured step may follow each other."""
         token, rates, (conv, state) = batch.next_token, self._rates(), cache.buffers
         if token is None:
-            ends = torch.full((len(qkv),), batch.past + 1, dtype=torch.int32, device=qkv.device)
+            ends = torch.full((len(qkv),), batch.past_length + 1, dtype=torch.int32, device=qkv.device)
         else:
             ends = token.ends[: cache.rows]
         if across := token is not None and len(qkv) != cache.rows:
             qkv, a, b = (x.transpose(0, 1) for x in (qkv, a, b))
 
         def step(x: Tensor, weight: Tensor) -> Tensor:
-            return gated_delta_step(x, weight, a, b, *rates, conv, state, ends, early=token is not None)
+            return gated_delta_step(x, weight, a, b, *rates, conv, state, ends, rings_are_ready=token is not None)
 
         out = self.conv1d(qkv, step=step)
         return out.transpose(0, 1) if across else out

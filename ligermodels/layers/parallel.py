@@ -5,7 +5,7 @@ and the vocabulary over ranks. Between these layers the residual stream is split
 
     x [B, S/n, H] -> all-gather -> [B, S, H] -> this rank's heads or columns -> reduce-scatter -> [B, S/n, H]
 
-Context parallel (`Batch.context`) splits the sequence everywhere except in mixers. There an all-to-all turns
+Context parallel (`Batch.cp`) splits the sequence everywhere except in mixers. There an all-to-all turns
 [B, S/n, heads, D] into [B, S, heads/n, D], so masks, windows, packed sequences and states work as in one process.
 
 Sources: Megatron-LM, https://arxiv.org/abs/1909.08053, and its sequence parallelism, https://arxiv.org/abs/2205.05198;

@@ -1,7 +1,7 @@
 """What the mixers of a model remember of past tokens, so that generating a token costs one token's work.
 
 Each mixer makes a `State` of its own (`new_state`); a `Cache` is the list of them. Only the cache counts tokens: a
-mixer gets the number of past tokens with the batch (`Batch.past`), in a captured step from the device
+mixer gets the number of past tokens with the batch (`Batch.past_length`), in a captured step from the device
 (`NextToken.ends`).
 """
 

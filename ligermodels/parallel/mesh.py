@@ -52,7 +52,7 @@ class Parallel:
     """How a model is spread over the ranks of a mesh; `model.parallel` after `parallelize`.
 
     mesh: as given. fsdp: the mesh of FSDP, 1-D (dp_shard and cp together) or 2-D with dp_replicate. data: the ranks
-    among which all tokens of a batch are spread. context, tp: those of context and tensor parallel; None without.
+    among which all tokens of a batch are spread. cp, tp: those of context and tensor parallel; None without.
     """
 
     def __init__(self, mesh: DeviceMesh):
@@ -70,15 +70,15 @@ class Parallel:
             raise InputError(f"the mesh lists its ranks as {ranks[:8]}; they have to ascend, since torch's groups do")
         self.mesh, self.processes = mesh, Processes.of_mesh(mesh)
         sizes = dict(zip(names, mesh.shape, strict=True))
-        self.context = MeshGroup(mesh["cp"]) if sizes.get("cp", 1) > 1 else None
+        self.cp = MeshGroup(mesh["cp"]) if sizes.get("cp", 1) > 1 else None
         self.tp = MeshGroup(mesh["tp"]) if sizes.get("tp", 1) > 1 else None
         # torch has no public name for joining dims; torchtitan calls this one too.
-        shard = mesh["dp_shard"] if self.context is None else mesh["dp_shard", "cp"]._flatten("fsdp")
+        shard = mesh["dp_shard"] if self.cp is None else mesh["dp_shard", "cp"]._flatten("fsdp")
         self.fsdp = data = shard
         if sizes.get("dp_replicate", 1) > 1:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a later way to combine dims, which torch 2.11 does not have
-                self.fsdp = mesh["dp_replicate", "dp_shard" if self.context is None else "fsdp"]
+                self.fsdp = mesh["dp_replicate", "dp_shard" if self.cp is None else "fsdp"]
             data = self.fsdp._flatten("data")
         self.data = MeshGroup(data)
 
@@ -88,7 +88,7 @@ class Parallel:
     @property
     def shards(self) -> int:
         """The length of a sequence must be a multiple of this."""
-        return (1 if self.context is None else self.context.size) * (1 if self.tp is None else self.tp.size)
+        return (1 if self.cp is None else self.cp.size) * (1 if self.tp is None else self.tp.size)
 
     def count(
         self, labels: Iterable[Tensor] | Tensor, cu_seqlens: Sequence[Tensor | None] | Tensor | None = None
@@ -101,7 +101,7 @@ class Parallel:
         ends = cu_seqlens if isinstance(cu_seqlens, Sequence) else [cu_seqlens] * len(labels)
         count = torch.stack([num_labels(batch, end) for batch, end in zip(labels, ends, strict=True)]).sum().float()
         dist.all_reduce(count, group=self.data.group)
-        return count / (1 if self.context is None else self.context.size)
+        return count / (1 if self.cp is None else self.cp.size)
 
     def total(self, targets: Tensor) -> Tensor:
         """The number of targets other than -100, summed over all ranks, fp32."""

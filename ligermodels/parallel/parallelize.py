@@ -58,8 +58,8 @@ def parallelize(
     tp = 1 if parallel.tp is None else parallel.tp.size
     if tp > 1:
         check_tensor(zoo, tp)
-    if parallel.context is not None:
-        check_context(zoo, parallel.context.size, tp)
+    if parallel.cp is not None:
+        check_context(zoo, parallel.cp.size, tp)
     if parallel.tp is not None:
         shard_tensors(zoo, parallel.tp)
     if parallel.tp is not None and parallel.fsdp.size() == 1 and _is_split_by_tp(model, param_dtype):
@@ -72,7 +72,7 @@ def parallelize(
     else:
         _shard_data(model, zoo, parallel, param_dtype, reduce_dtype, reshard_after_forward)
     if zoo is not None:
-        zoo.decoder.context, zoo.decoder.tp, zoo.decoder.param_dtype = parallel.context, parallel.tp, param_dtype
+        zoo.decoder.cp, zoo.decoder.tp, zoo.decoder.param_dtype = parallel.cp, parallel.tp, param_dtype
         zoo.model.always_runs_tower = parallel.processes.batch_ranks > 1
         zoo.parallel = parallel
     return model

@@ -65,7 +65,9 @@ def test_padding_on_the_right_leaves_the_state_of_the_text():
 def test_a_convolution_of_one_token_has_no_past():
     layer = GatedDeltaNet(16, num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=8, conv_size=1)
     x, state = torch.randn(2, 9, 16), layer.new_state(2, 9, dtype=torch.float32, device="cpu")
-    parts = [layer(part, Batch(past=past), state) for past, part in zip((0, 4, 5), x.split([4, 1, 4], 1), strict=True)]
+    parts = [
+        layer(part, Batch(past_length=past), state) for past, part in zip((0, 4, 5), x.split([4, 1, 4], 1), strict=True)
+    ]
     torch.testing.assert_close(torch.cat(parts, 1), layer(x, Batch()))
 
 

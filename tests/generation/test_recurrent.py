@@ -220,7 +220,7 @@ def test_a_state_goes_back_and_no_further():
     x, mask = torch.randn(1, 12, 16), torch.ones(1, 4, dtype=torch.bool)
 
     def run(cache, begin, end, text=x, **options):
-        y = layer(text[:, begin:end], Batch(past=cache.length, **options), cache[0])
+        y = layer(text[:, begin:end], Batch(past_length=cache.length, **options), cache[0])
         cache.advance(end - begin)
         return y
 

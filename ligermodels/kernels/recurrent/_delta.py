@@ -311,8 +311,8 @@ def _store_through_norm(
     """Stores the gradient of x from d, that of x * scale[:, None], where scale = FACTOR * rsqrt(sum(x^2) + eps)."""
     rows, dims = tl.arange(0, C)[:, None], tl.arange(0, BLOCK)[None, :]
     x = x.to(tl.float32)
-    along = tl.sum(d * x, 1) * (scale / FACTOR) * (scale / FACTOR)
-    d = (d - x * along[:, None]) * scale[:, None]
+    projection = tl.sum(d * x, 1) * (scale / FACTOR) * (scale / FACTOR)
+    d = (d - x * projection[:, None]) * scale[:, None]
     tl.store(ptr + (rows * (HEADS * D) + dims), d.to(ptr.dtype.element_ty), mask=(rows < tokens) & (dims < D))
 
 

@@ -158,7 +158,7 @@ def _step_kernel(
 
 def gated_delta_step(
     qkv: Tensor, weight: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, conv: Tensor, state: Tensor,
-    ends: Tensor, *, early: bool = False,
+    ends: Tensor, *, rings_are_ready: bool = False,
 ) -> Tensor:  # fmt: skip
     """The next T tokens of each row: out [B, T, HV, DV] of qkv's dtype, to the bit the same in one call or in T.
 
@@ -166,8 +166,8 @@ def gated_delta_step(
     `causal_conv`. a, b: [B, T, HV]; A_log, dt_bias: [HV], see `delta_gates`.
     conv: [B, W - 1 + N, C] of qkv's dtype, state: fp32 [B, N, HV, DK, DV], N >= T: the rings above, which are written.
     ends: int32 [B], the column after the first of these tokens.
-    early: the kernel loads the rings before the kernel launched before it has ended. So since they and `ends` were
-    written there must have been a launch that does not overlap (_triton.py), as between two steps of decoding.
+    rings_are_ready: since the rings and `ends` were written there has been a launch that does not overlap (_triton.py),
+    as between two steps of decoding. The kernel then loads the rings before the kernel launched before it has ended.
     There is no gradient. Raises InputError for shapes, dtypes or devices that do not fit.
     """
     where = "gated_delta_step"
@@ -204,7 +204,7 @@ def gated_delta_step(
         return gated_delta_step_reference(qkv, weight, a, b, A_log, dt_bias, conv, state, ends)
     qkv, a, b = (last_dim_contiguous(x) for x in (qkv, a, b))
     out = torch.empty(rows, tokens, heads, values, dtype=qkv.dtype, device=qkv.device)
-    block, overlap = min(_VALUE_DIMS, next_power_of_2(values)), early and overlaps_launches(qkv)
+    block, overlap = min(_VALUE_DIMS, next_power_of_2(values)), rings_are_ready and overlaps_launches(qkv)
     launch(
         _step_kernel, (rows * heads, cdiv(values, block)),
         out, conv, state, qkv, weight.contiguous(), a, b, A_log.contiguous(), dt_bias.contiguous(), ends.contiguous(),

@@ -117,12 +117,12 @@ def test_a_graph_that_loads_the_rings_early(device, rows, tokens, states):
         own, ends, out = [x.clone() for x in rings], columns([1 - tokens] * rows, device), []
         now = [x[:, :tokens].clone() for x in given]
 
-        def once(own=own, ends=ends, now=now, early=captured):
+        def once(own=own, ends=ends, now=now, rings_are_ready=captured):
             ends.add_(tokens)
-            return step(gated_delta_step, now, weights, own, ends, early=early)
+            return step(gated_delta_step, now, weights, own, ends, rings_are_ready=rings_are_ready)
 
         # Compiles the kernel, which may synchronise, and not in a graph.
-        step(gated_delta_step, now, weights, [x.clone() for x in rings], ends + tokens, early=captured)
+        step(gated_delta_step, now, weights, [x.clone() for x in rings], ends + tokens, rings_are_ready=captured)
         if captured:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
