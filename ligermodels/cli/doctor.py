@@ -118,8 +118,12 @@ def _try_kernel() -> tuple[str, str | None]:
     """Compiles and runs one Triton kernel on the GPU and compares it with PyTorch."""
     import torch
 
+    from ligermodels.kernels._launch import why_through_triton
+    from ligermodels.kernels._triton import HAS_TRITON
     from ligermodels.kernels.norm.rms_norm import rms_norm, rms_norm_reference
 
+    if not HAS_TRITON:
+        return "plain PyTorch", None
     x = torch.randn(4, 100, device="cuda")
     try:
         close = torch.allclose(rms_norm(x), rms_norm_reference(x), atol=1e-5)
@@ -127,4 +131,7 @@ def _try_kernel() -> tuple[str, str | None]:
         reason = (str(error).strip().splitlines() or [""])[-1]
         fix = "Triton needs a C compiler (apt install gcc) and the torch release that it came with"
         return f"do not run: {type(error).__name__}: {reason}", fix
-    return ("Triton, tried on this GPU", None) if close else ("WRONG RESULTS", "reinstall torch and triton together")
+    if not close:
+        return "WRONG RESULTS", "reinstall torch and triton together"
+    reason = why_through_triton()
+    return "Triton, tried on this GPU; " + (f"slow launches: {reason}" if reason else "fast launches"), None

@@ -72,6 +72,17 @@ def launch(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
         _KERNELS[id(kernel)][1][missed] = _variant(kernel[grid](*args, **options))
 
 
+def why_through_triton() -> str | None:
+    """Why kernels are launched by kernel[grid]; None where a launch has found their C launcher."""
+    if not _KNOWN:
+        return f"Triton {triton.__version__} is none of 3.6 to 3.9"
+    if not _DIRECT:
+        return "kernels are interpreted" if INTERPRET else "torch is not built for CUDA"
+    if not any(variant for _, variants, *_ in _KERNELS.values() for variant in variants.values()):
+        return "a hook, a profiler or a debug mode of Triton watches launches"
+    return None
+
+
 def _watched(kernel: Any) -> bool:
     """True if a hook, a profiler or a debug mode watches launches, or the kernel is no plain JITFunction."""
     runtime = knobs.runtime

@@ -127,6 +127,23 @@ def test_leaves_kernels_and_grids_to_triton(monkeypatch, what):
     assert len(fake.compiled) == 3 and not fake.direct
 
 
+def test_says_why_launches_go_through_triton(monkeypatch):
+    def reason(**changes):
+        with monkeypatch.context() as patch:
+            for name, value in changes.items():
+                patch.setattr(_launch, name, value)
+            return _launch.why_through_triton() or ""
+
+    fake = Fake(monkeypatch, plain)
+    assert "watches" in reason()
+    for scratch, watched in ((16, True), (0, False)):
+        fake.scratch = scratch
+        launch(fake.kernel, (5,), torch.zeros(16), scratch, 16)
+        assert ("watches" in reason()) == watched
+    assert "interpreted" in reason(_DIRECT=False, INTERPRET=True) and "CUDA" in reason(_DIRECT=False, INTERPRET=False)
+    assert "none of 3.6 to 3.9" in reason(_KNOWN=False)
+
+
 def test_kernels_call_functions_by_their_own_names():
     """torch.compile writes a kernel's functions into a module of its own, by these names."""
     modules = [sys.modules[name] for name in sys.modules if name.startswith("ligermodels.kernels.")]
