@@ -26,40 +26,44 @@ def example(monkeypatch, tmp_path):
     return importlib.import_module
 
 
-def test_sft_learns_what_the_assistant_says(example, tmp_path):
-    sft = example("sft")
-    chats = [{"messages": messages} for messages in sft.CHATS]
-    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(chat) for chat in chats))
-    model = str(example("tiny").write_llama())
-    losses = sft.main([model, str(tmp_path / "chats.jsonl"), "--out", str(tmp_path / "tuned")])
+def write_chats(file, chats):
+    """chats: a list of turns each, (role, content)."""
+    rows = [{"messages": [dict(role=role, content=content) for role, content in turns]} for turns in chats]
+    file.write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_train_by_hand_learns_what_the_assistant_says(example, tmp_path):
+    script, model, file = example("train_by_hand"), str(example("tiny").write_llama()), tmp_path / "chats.jsonl"
+    answers = {f"Say {word}.": word for word in ("a", "bcd")}
+    write_chats(file, [[("user", question), ("assistant", answer)] for question, answer in answers.items()])
+    losses = script.main([model, str(file), "--steps", "30", "--out", str(tmp_path / "tuned")])
     assert losses[-1] < 0.02 * losses[0]
-    assert losses == sft.main([])  # the default is the same model on the same chats
-    tokenizer = ligermodels.Tokenizer.from_hub(tmp_path / "tuned")
-    tuned = ligermodels.load(tmp_path / "tuned", device="cpu").eval()
-    for user, assistant in sft.CHATS:
-        ids = torch.tensor([tokenizer.apply_chat_template([user], add_generation_prompt=True)])
+    tokenizer = ligermodels.Tokenizer.from_hub(tmp_path / "tuned" / "model")
+    tuned = ligermodels.load(tmp_path / "tuned" / "model", device="cpu").eval()
+    for question, answer in answers.items():
+        prompt = [dict(role="user", content=question)]
+        ids = torch.tensor([tokenizer.apply_chat_template(prompt, add_generation_prompt=True)])
         out = tuned.generate(ids, max_new_tokens=8, eos_token_id=list(tokenizer.chat_stop_ids))[0, ids.shape[1] :]
-        assert tokenizer.decode(out, skip_special_tokens=True) == assistant["content"]
+        assert tokenizer.decode(out, skip_special_tokens=True) == answer
 
 
-def test_sft_has_labels_at_the_assistants_tokens_and_packs_without_leaks(example):
-    sft, folder = example("sft"), example("tiny").write_llama()
+def test_train_by_hand_has_labels_at_the_assistants_tokens_and_packs_without_leaks(example, tmp_path):
+    script, folder, file = example("train_by_hand"), example("tiny").write_llama(), tmp_path / "chats.jsonl"
     tokenizer = ligermodels.Tokenizer.from_hub(folder)
-    turns = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"), ("user", "five")]
-    long = sft.encode(tokenizer, [{"role": role, "content": content} for role, content in turns])
-    short = sft.encode(tokenizer, sft.CHATS[0])
-    ids, labels = long
-    assert tokenizer.decode(ids).endswith("four<|im_end|>\n")
+    long = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"), ("user", "five")]
+    chats = [long, [("user", "Say a."), ("assistant", "a")], long]
+    encoded = [script.encode(tokenizer, [dict(role=role, content=text) for role, text in turns]) for turns in chats]
+    ids, labels = encoded[0].T
+    assert tokenizer.decode(ids.tolist()).endswith("four<|im_end|>\n<|im_start|>user\nfive<|im_end|>\n")
     assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
-    assert tokenizer.decode([label for label in labels if label != -100]) == "two<|im_end|>\nfour<|im_end|>\n"
+    assert tokenizer.decode(labels[labels != -100].tolist()) == "two<|im_end|>\nfour<|im_end|>\n"
     model = ligermodels.load(folder, device="cpu").double().train()
-    rows = [long, short, long]
-    counts = [sum(label != -100 for label in labels) for _, labels in rows]
-    alone = [
-        model(**sft.pack([row], torch.device("cpu"))).loss * count for row, count in zip(rows, counts, strict=True)
-    ]
-    together = model(**sft.pack(rows, torch.device("cpu"))).loss
-    torch.testing.assert_close(together, sum(alone) / sum(counts))
+    counts = [int((labels != -100).sum()) for _, labels in (chat.T for chat in encoded)]
+    alone = [model(ids[None], labels=labels[None]).loss for ids, labels in (chat.T for chat in encoded)]
+    write_chats(file, chats)
+    (together,) = script.main([str(folder), str(file), "--steps", "1", "--out", str(tmp_path / "tuned")])
+    expected = sum(loss * count for loss, count in zip(alone, counts, strict=True)) / sum(counts)
+    assert together == pytest.approx(expected.item(), rel=1e-5)
 
 
 def runs_by_hand(script, arguments, command, tmp_path, monkeypatch):
@@ -89,12 +93,9 @@ def test_train_by_hand_has_the_bits_of_train_sft(example, tmp_path, monkeypatch)
     script, model, chats = example("train_by_hand"), example("tiny").write_llama(), tmp_path / "chats.jsonl"
     monkeypatch.setattr(script, "LENGTH", 128)
     turns = [("user", "Who?"), ("assistant", "Pip é."), ("user", "And?"), ("assistant", "Ferrow Point.")]
-    several = [dict(role=role, content=content) for role, content in turns]
-    is_cut = [dict(role="user", content="a"), dict(role="assistant", content="b" * 200)]
-    is_dropped = [dict(role="user", content="a" * 200), dict(role="assistant", content="b")]
-    many = [[dict(role="user", content="a" * (7 * n % 50)), dict(role="assistant", content="bc")] for n in range(20)]
-    rows = [*many, several, several[:3], is_cut, is_dropped]
-    chats.write_text("\n".join(json.dumps({"messages": messages}) for messages in rows))
+    is_cut, is_dropped = ([("user", "a" * n), ("assistant", "b" * m)] for n, m in ((1, 200), (200, 1)))
+    many = [[("user", "a" * (7 * n % 50)), ("assistant", "bc")] for n in range(20)]
+    write_chats(chats, [*many, turns, turns[:3], is_cut, is_dropped])
     command = ["sft", model, "--data", chats, "--accumulation", script.FORWARDS, "--learning-rate", 3e-3]
     values = runs_by_hand(script, [model, chats, "--steps", 10, "--lr", 3e-3], command, tmp_path, monkeypatch)
     assert values == [*metrics(tmp_path / "trained").values()]
