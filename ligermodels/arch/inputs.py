@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError, did_you_mean
+from ligermodels.kernels._check import check_bounds
 from ligermodels.layers.async_copy import AsyncToHost
 from ligermodels.layers.batch import MovableInputs
 from ligermodels.layers.head import takes_labels, unwrapped
@@ -136,7 +137,7 @@ def check_inputs(
     if cu_seqlens is not None:
         if past_key_values is not None or use_cache or attention_mask is not None:
             raise InputError("packed sequences (cu_seqlens) go with neither attention_mask nor a cache")
-        _check_packing(cu_seqlens, max_seqlen, batch_size * length)
+        _check_packing(cu_seqlens, max_seqlen, x)
     elif max_seqlen is not None:
         raise InputError(f"max_seqlen={max_seqlen} belongs to packed sequences; give cu_seqlens too")
     elif position_ids is not None and attention_mask is None and past_key_values is None and not use_cache:
@@ -338,19 +339,11 @@ def _check_cache_position(positions: Any, past: int, length: int) -> None:
         )
 
 
-def _check_packing(cu_seqlens: Tensor, max_seqlen: int | None, tokens: int) -> None:
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise InputError(
-            f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; expected torch.int32 [N + 1], N >= 1"
-        )
-    if not _is_readable(cu_seqlens):
+def _check_packing(cu_seqlens: Tensor, max_seqlen: int | None, x: Tensor) -> None:
+    check_bounds("forward", cu_seqlens, x.flatten(0, 1)[None])
+    if max_seqlen is None or not _is_readable(cu_seqlens):
         return
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
-        raise InputError(
-            f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it must ascend from 0 to the number of tokens, {tokens}"
-        )
-    if max_seqlen is not None and max_seqlen < (longest := _longest(bounds)):
+    if max_seqlen < (longest := _longest(cu_seqlens.tolist())):
         raise InputError(f"max_seqlen={max_seqlen}, but the longest sequence of cu_seqlens has {longest} tokens")
 
 

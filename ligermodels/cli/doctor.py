@@ -133,5 +133,5 @@ def _try_kernel() -> tuple[str, str | None]:
         return f"do not run: {type(error).__name__}: {reason}", fix
     if not close:
         return "WRONG RESULTS", "reinstall torch and triton together"
-    reason = why_through_triton()
-    return "Triton, tried on this GPU; " + (f"slow launches: {reason}" if reason else "fast launches"), None
+    cause = why_through_triton()
+    return "Triton, tried on this GPU; " + (f"slow launches: {cause}" if cause else "fast launches"), None

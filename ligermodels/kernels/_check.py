@@ -22,21 +22,25 @@ def check_operand(where: str, name: str, x: Tensor, shape: Sequence[int], beside
         )
 
 
-def check_bounds(where: str, cu_seqlens: Tensor, x: Tensor) -> None:
-    """Raises InputError unless cu_seqlens are bounds of documents that lie end to end in the one row of x [1, T, ...].
+def check_bounds(where: str, cu_seqlens: Tensor, x: Tensor, *, also_on_cpu: bool = False) -> None:
+    """Raises InputError unless cu_seqlens are bounds of sequences that lie end to end in the one row of x [1, T, ...].
 
-    Values are checked on the CPU alone: elsewhere that would synchronise.
+    also_on_cpu: they may be there, wherever x is. Only there are values checked: elsewhere that would synchronise.
     """
-    rows, length = x.shape[:2]
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.device != x.device or rows != 1:
+    (rows, length), on_cpu = x.shape[:2], cu_seqlens.device.type == "cpu"
+    is_on_device = cu_seqlens.device == x.device or (on_cpu and also_on_cpu)
+    if rows != 1 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype != torch.int32 or not is_on_device:
         raise InputError(
-            f"{where}: cu_seqlens has {describe(cu_seqlens)} for {rows} rows; expected torch.int32 [documents + 1] on "
-            f"{x.device}, and documents end to end in one row."
+            f"{where}: cu_seqlens has {describe(cu_seqlens)} for {rows} rows; expected torch.int32 [N + 1] with N >= 1 "
+            f"on {x.device}{' or the CPU' if also_on_cpu else ''}, and packed sequences end to end in one row"
         )
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if on_cpu and not torch.compiler.is_compiling():
         bounds = cu_seqlens.tolist()
-        if not bounds or bounds != sorted(bounds) or (bounds[0], bounds[-1]) != (0, length):
-            raise InputError(f"{where}: cu_seqlens is {bounds}; expected numbers that ascend from 0 to {length}.")
+        if bounds != sorted(bounds) or (bounds[0], bounds[-1]) != (0, length):
+            raise InputError(
+                f"{where}: cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it must ascend from 0 to the number of "
+                f"tokens, {length}"
+            )
 
 
 def check_label_tensor(where: str, labels: Tensor, tokens: Sequence[int], device: torch.device) -> None:

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import InputError, warn_once
-from ligermodels.kernels._check import describe
+from ligermodels.kernels._check import check_bounds, describe
 from ligermodels.kernels._recompute import attach, only_backward
 from ligermodels.kernels._triton import (
     accumulator,
@@ -314,25 +314,7 @@ def _check(
             f"attention: key_mask has {describe(key_mask)}, for {of_q[1]} queries and {of_k[1]} keys; expected "
             f"torch.bool {list(of_k[:2])} on {q.device}, one entry per key"
         )
-    if cu_seqlens is None:
-        return
-    if of_q[0] != 1 or of_q[1] != of_k[1]:
-        raise InputError(
-            f"attention: packed sequences lie end to end in one row; got q {list(of_q)} and k {list(of_k)}, expected "
-            "[1, T, heads, D] for both"
-        )
-    on_cpu = cu_seqlens.device.type == "cpu"
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or not (
-        on_cpu or cu_seqlens.device == q.device
-    ):  # fmt: skip
-        raise InputError(
-            f"attention: cu_seqlens has {describe(cu_seqlens)}; expected torch.int32 [N + 1] with N >= 1 on {q.device} "
-            "or the CPU"
-        )
-    if on_cpu and not torch.compiler.is_compiling():
-        ends = cu_seqlens.tolist()
-        if ends[0] != 0 or ends[-1] != of_q[1] or ends != sorted(ends):
-            raise InputError(
-                f"attention: cu_seqlens runs from {ends[0]} to {ends[-1]}; "
-                f"it must ascend from 0 to the number of tokens, {of_q[1]}"
-            )
+    if cu_seqlens is not None:
+        if of_q[1] != of_k[1]:
+            raise InputError(f"attention: {of_q[1]} queries and {of_k[1]} keys; packed sequences have as many of each")
+        check_bounds("attention", cu_seqlens, q, also_on_cpu=True)
