@@ -123,5 +123,5 @@ class ContinuousEngine(Engine):
         mask = None if len(prompts[-1]) == width else ids != _EMPTY_ID
         cache = self.model.new_cache(len(chosen), width, kv_cache_dtype=self.options.kv_cache_dtype, whole=True)
         output = self.run(ids if mask is None else ids * mask, cache, width, mask=mask)
-        self.prompt_logits, self.prompt_cache = output.logits[:, -1].float(), cache
+        self.prompt_logits, self.prompt_cache = output["logits"][:, -1].float(), cache
         self.ready.extend((n, i * self.copies + copy) for n, i in enumerate(chosen) for copy in range(self.copies))

@@ -319,7 +319,7 @@ class PaddedEngine(Engine):
         if self.options.use_cache and self.cache is None:
             self.cache = as_cache(output.past_key_values, self.model.config.get_text_config().num_hidden_layers)
             self.virtual = self.cache.length - length
-        self.logits = output.logits[:, -1]
+        self.logits = output["logits"][:, -1]
 
     def close(self) -> None:
         if self.past > self.length - 1:  # the loop was left while a step ran ahead
