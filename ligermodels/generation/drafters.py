@@ -98,7 +98,7 @@ class MultiToken:
         if first := max(0, len(ids) - step.tokens):  # more tokens than a step reads
             following = torch.tensor([ids[:first]], device=states.device)
             positions = torch.arange(past, past + first, device=states.device)[None]
-            _states_ahead(self.model, following, states[None, :first], positions, step.own_cache, past=past)
+            _states_ahead(self.model, following, states[None, :first], positions, step.own_cache, past_length=past)
             ids, states, past = ids[first:], states[first:], past + first
         step.write(ids + ids[-1:] * (step.tokens - len(ids)), [0] * step.tokens, range(past, past + step.tokens))
         step.last.fill_(len(ids) - 1)
