@@ -2,8 +2,8 @@
 
     y[t] = sum over j of weights[t, j] * down[e] @ (act(gate) * up), [gate | up] = gate_up[e] @ x[t], e = experts[t, j]
 
-Shapes, as in experts.py: T tokens, K experts of each token, E experts, H hidden size, I inner size. Slot t * K + j is token
-t's choice j; h is [slots, I], in x's dtype.
+Shapes, as in experts.py: T tokens, K experts of each token, E experts, H hidden size, I inner size. Slot t * K + j is
+token t's choice j; h is [slots, I], in x's dtype.
 
 What differs from training's path (experts.py):
 - Nothing is sorted or copied: two launches for few tokens, three for more, all of which a CUDA graph captures.
