@@ -163,10 +163,9 @@ class Offsets(Layer):
 class ExactRouter(Router):
     """A router in fp32, or in fp64, whatever the dtype of the model; put in the place of `layers.moe.Router`."""
 
-    keep_fp32 = True
-
-    def __init__(self, hidden_size: int, num_experts: int):
-        super().__init__(hidden_size, num_experts)
+    def __init__(self, hidden_size: int, num_experts: int, **options: Any):
+        super().__init__(hidden_size, num_experts, **options)
+        self.keep_fp32 = True
         self.offsets = Offsets(num_experts)
 
     def forward(self, x: Tensor) -> Tensor:

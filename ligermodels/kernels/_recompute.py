@@ -74,6 +74,18 @@ def _reshaped(function: Callable[..., Tensor], shape: torch.Size, *tensors: Tens
     return function(*tensors).view(shape)
 
 
+def cast_with_handle(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in this dtype, with the handle of x."""
+    handle, y = handle_of(x), x.to(dtype)
+    if handle is None or y is x:
+        return y
+    return attach(y, functools.partial(_cast, handle.function, dtype), *handle.tensors)
+
+
+def _cast(function: Callable[..., Tensor], dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
+    return function(*tensors).to(dtype)
+
+
 def recomputed(function: Callable[..., Tensor] | None, tensors: Sequence[Tensor | None]) -> Tensor:
     """In a backward: x, from the tensors that were saved instead of it; function None: x itself was saved."""
     return tensors[0] if function is None else function(*tensors)  # type: ignore[return-value]

@@ -40,9 +40,12 @@ class _FeedForward(JointProjections):
         self.join_weights()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._mlp(x) if self.tp is None else self.tp.reduce_scatter(self._mlp(self.tp.all_gather(x, 1)), 1)
+        if self.tp is None:
+            return self.unreduced(x)
+        return self.tp.reduce_scatter(self.unreduced(self.tp.all_gather(x, 1)), 1)
 
-    def _mlp(self, x: Tensor) -> Tensor:
+    def unreduced(self, x: Tensor) -> Tensor:
+        """What a rank adds to the output, from x of all tokens; without `tp`, the output."""
         operands = operands_of([*self.joint_modules, self.output_module])
         if operands is not None:
             *first, last = operands

@@ -7,14 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._recompute import attach_to_view
+from ligermodels.kernels._recompute import attach_to_view, cast_with_handle
 from ligermodels.kernels.experts.experts import experts_of
-from ligermodels.kernels.experts.route import route
+from ligermodels.kernels.experts.route import check_routing, route
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand
-from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard
-from ligermodels.layers.fusion import operand_kinds
+from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard, zeros
+from ligermodels.layers.fusion import linears_part, operand_kinds
+from ligermodels.layers.linear import apply_linear
 from ligermodels.layers.lora import Factor, scale_of
+from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.parallel import MeshGroup, local_shard, replicated
 from ligermodels.layers.quantized import QuantizedLinear
 
@@ -142,17 +144,26 @@ class ExpertsAdapter(nn.Module):
 
 
 class Router(Adaptable):
-    """Scores of the experts for each token: x [T, hidden_size] -> [T, num_experts]."""
+    """Scores of the experts for each token: x [T, hidden_size] -> [T, num_experts].
+
+    fp32: the weight stays in fp32, and the product is in fp32, as in DeepSeek-V3 and GLM-4.5. bias: the buffer
+    `e_score_correction_bias` [num_experts], in fp32, for `route`; no gradient trains it. The weight is then in fp32,
+    too, but without `fp32` the product is in the dtype of x.
+    """
 
     adaptable = ("weight",)
 
-    def __init__(self, hidden_size: int, num_experts: int):
+    def __init__(self, hidden_size: int, num_experts: int, *, fp32: bool = False, bias: bool = False):
         super().__init__()
+        self.fp32 = fp32
+        self.keep_fp32 = fp32 or bias
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32) if bias else None)
         self.reset_parameters()
 
     def init_weights(self, draw: Draw) -> None:
         draw(self.weight)
+        draw(self.e_score_correction_bias, zeros)
 
     def shards(self) -> Mapping[str, Shard]:
         return {"weight": REPLICATED}
@@ -166,7 +177,12 @@ class Router(Adaptable):
         adapter = None if module is None else module.factors
         if adapter is not None:
             adapter = adapter._replace(a=adapter.a[0], b=adapter.b[0])
-        return linears(x, [LinearOperand(replicated(self.weight, self.tp), None, adapter)])
+        weight = replicated(self.weight, self.tp)
+        if self.fp32:
+            x = cast_with_handle(x, weight.dtype)
+        elif self.keep_fp32:
+            weight = weight.to(x.dtype)
+        return linears(x, [LinearOperand(weight, None, adapter)])
 
 
 class MoE(Layer):
@@ -174,11 +190,12 @@ class MoE(Layer):
 
     forward(x [B, S, hidden_size]) -> (y [B, S, hidden_size], router_logits [B * S, num_experts]).
 
-    The scores of the chosen experts go through a softmax in fp32, so that they sum to 1; with normalize=False, the
-    softmax is over all experts. The weighted sum of the experts' outputs is in fp32. jitter_noise: in training, x is
-    first multiplied by random numbers from [1 - jitter_noise, 1 + jitter_noise], for both the router (`gate`) and the
-    experts. experts_first: `experts` stand before `gate` in the order of parameters, by which optimizers know them.
-    activation: as in GatedMLP.
+    routing: options of `route`, which says what makes up the weights of the chosen experts; bias=True is a buffer. The
+    weighted sum of the experts' outputs is in fp32. fp32_router, bias: as in `Router`. jitter_noise: in training, x is first multiplied by random numbers from
+    [1 - jitter_noise, 1 + jitter_noise], for both the router (`gate`) and the experts. experts_first: `experts` stand
+    before `gate` in the order of parameters, by which optimizers know them. activation: as in GatedMLP.
+    shared_size: the size of `shared_expert`, a GatedMLP that every token passes and whose output is added; 0 for none.
+    shared_gate: its output is first multiplied by sigmoid(shared_expert_gate(x)), a number per token.
     With the attribute `recompute` the backward recomputes the experts' gate and up, 2 top_k intermediate_size numbers
     per token, instead of saving them. tp: as in `GatedMLP`; each rank routes all tokens to its shards of all experts.
     """
@@ -194,25 +211,44 @@ class MoE(Layer):
         top_k: int,
         activation: str = "silu",
         jitter_noise: float = 0.0,
-        normalize: bool = True,
         experts_first: bool = False,
+        shared_size: int = 0,
+        shared_gate: bool = False,
+        fp32_router: bool = False,
+        **routing: Any,
     ):
         super().__init__()
-        self.top_k, self.normalize = top_k, normalize
+        bias = routing.pop("bias", False)
+        check_routing(num_experts, top_k=top_k, **routing)
+        self.top_k, self.routing = top_k, routing
         self.jitter_noise = jitter_noise
-        self.gate = Router(hidden_size, num_experts)
+        self.gate = Router(hidden_size, num_experts, fp32=fp32_router, bias=bias)
         self.experts = Experts(hidden_size, intermediate_size, num_experts=num_experts, activation=activation)
         if experts_first:
             self.gate = self._modules.pop("gate")  # type: ignore[assignment]
+        self.shared_expert = GatedMLP(hidden_size, shared_size, activation=activation) if shared_size else None
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_size and shared_gate else None
 
     def shards(self) -> Mapping[str, Shard]:
-        what = "router jitter, which each rank would draw for itself; set router_jitter_noise to 0"
-        return {"jitter_noise": Shard.refused(what)} if self.jitter_noise > 0 else {}
+        shards = {} if self.shared_expert_gate is None else {"shared_expert_gate": REPLICATED}
+        if self.jitter_noise > 0:
+            what = "router jitter, which each rank would draw for itself; set router_jitter_noise to 0"
+            shards["jitter_noise"] = Shard.refused(what)
+        return shards
+
+    def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
+        if self.shared_expert_gate is not None:
+            yield linears_part(self, ["shared_expert_gate"], at)
 
     def saved_per_token(self, policy: str) -> int:
-        """gate and up of the chosen experts, and the scores where all make up the weights."""
+        """gate and up of the chosen experts, the scores where all make up the weights, and what the shared expert
+        saves, with its output and the number that multiplies it."""
         inside = 2 * self.top_k * self.experts.intermediate_size if policy == "none" else 0
-        return inside + (0 if self.normalize else len(self.gate.weight))
+        if self.routing.get("score") != "sigmoid" and not self.routing.get("normalize", True):
+            inside += (1 + self.gate.fp32) * len(self.gate.weight)
+        if self.shared_expert is not None:
+            inside += self.shared_expert.saved_per_token(policy)
+        return inside + (0 if self.shared_expert_gate is None else 1 + self.shared_expert_gate.in_features)
 
     def unread_bytes(self, rows: int) -> float:
         """Bytes of the experts that a step of decoding `rows` rows is expected not to read."""
@@ -225,14 +261,25 @@ class MoE(Layer):
         x = x if self.tp is None else self.tp.all_gather(x, 1)
         rows = attach_to_view(x, x.reshape(-1, x.shape[-1]))
         router_logits = self.gate(rows)
-        routing = route(router_logits, top_k=self.top_k, normalize=self.normalize)
-        y = self.experts(rows, *routing, recompute=self.recompute).view(x.shape)
+        bias = self.gate.e_score_correction_bias
+        weights, experts = route(router_logits, top_k=self.top_k, bias=bias, **self.routing)
+        y = self.experts(rows, weights, experts, recompute=self.recompute)
+        y = self._add_shared(y, rows).view(x.shape)
         if self.tp is None:
             return y, router_logits
         return self.tp.reduce_scatter(y, 1), self.tp.divide_gradient(router_logits)
 
+    def _add_shared(self, y: Tensor, rows: Tensor) -> Tensor:
+        if self.shared_expert is None:
+            return y
+        shared = (self.shared_expert if self.tp is None else self.shared_expert.unreduced)(rows)
+        if self.shared_expert_gate is None:
+            return y + shared
+        return torch.addcmul(y, apply_linear(self.shared_expert_gate, rows).sigmoid(), shared)
+
     def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, normalize={self.normalize}, jitter_noise={self.jitter_noise}"
+        options = {"top_k": self.top_k, **self.routing, "jitter_noise": self.jitter_noise}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def load_balancing_loss(

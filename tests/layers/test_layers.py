@@ -66,6 +66,23 @@ def test_whatever_halves_a_projection_halves_what_it_gives(wrap, name, recompute
     torch.testing.assert_close(layer(x), plain(x))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_token_passes_the_shared_expert(gated):
+    """As in Qwen3NextSparseMoeBlock of transformers; without a gate as in Glm4MoeMoE."""
+    sizes, x = dict(num_experts=5, top_k=2), torch.randn(2, 3, 6)
+    layer, plain = L.MoE(6, 10, shared_size=14, shared_gate=gated, **sizes), L.MoE(6, 10, **sizes)
+    names = ["gate", "experts", "shared_expert", "shared_expert_gate"]
+    assert [name for name, _ in layer.named_children()] == names[: 3 + gated]
+    assert not plain.load_state_dict(layer.state_dict(), strict=False).missing_keys
+    shared = layer.shared_expert
+    added = shared.down_proj(F.silu(shared.gate_proj(x)) * shared.up_proj(x))
+    if gated:
+        added = added * F.linear(x, layer.shared_expert_gate.weight).sigmoid()
+    (y, logits), (expected, expected_logits) = layer(x), plain(x)
+    torch.testing.assert_close(y, expected + added)
+    assert torch.equal(logits, expected_logits)
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

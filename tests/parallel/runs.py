@@ -52,6 +52,7 @@ FAMILIES = {
     "mixtral_fp32": dict(  # whose routers stay in fp32
         SIZES, model_type="mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5,
     ),
+    "mixtral_shared": dict(SIZES, model_type="mixtral", num_local_experts=4),
     "phi3": dict(
         SIZES | EIGHT_HEADS, pad_token_id=0, original_max_position_embeddings=12, rope_parameters=dict(
             rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.75, short_factor=[1.0, 1.1, 1.2],
@@ -83,6 +84,8 @@ FAMILIES = {
     "toy": toy_family.SIZES | EIGHT_HEADS,
 }  # fmt: skip
 """model_type, or a name, -> config: embeddings tied and not, biases, norms of heads, windows, caps, experts, images."""
+MIXTURES = {"mixtral_shared": dict(shared_size=16, shared_gate=True)}
+"""name -> options of `MoE`, which no family of the zoo has."""
 ALIKE = {"mistral": "llama", "gemma": "llama"}
 """Families whose layers are all those of another."""
 SUITES = suites({*ALIKE, *(config.get("model_type", family) for family, config in FAMILIES.items())})
@@ -107,7 +110,10 @@ def make(family, trained="", **changes):
     trained: a part of the names of the parameters that are not frozen.
     """
     config = {**FAMILIES[family], **changes}
-    with mock.patch.object(moe, "Router", ExactRouter if family == "mixtral_fp32" else moe.Router):
+    with (
+        mock.patch.object(moe, "Router", ExactRouter if family == "mixtral_fp32" else moe.Router),
+        mock.patch.object(arch.block, "MoE", functools.partial(moe.MoE, **MIXTURES.get(family, {}))),
+    ):
         model = ARCHS[config.get("model_type", family)].from_config(config, dtype=torch.float32, device="cpu", seed=0)
     if family.endswith("mtp"):
         add_mtp(model, loss_weight=0.5)

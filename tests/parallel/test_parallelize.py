@@ -99,6 +99,7 @@ QUICK = [
     job("mixed", family="mixtral_fp32", split="tp2", low=True),
     gradients("mixtral_fp32", "fsdp2", recompute="block"),
     gradients("mixtral_fp32", "tp2"),
+    gradients("mixtral_shared", "tp2", recompute="block"),
     job("stepped", family="llama", split="tp2"),
     job("joint", family="llama_biased", split="tp2"),
     *(gradients(family, split) for family in SUITES for split in ("fsdp2", "tp2")),

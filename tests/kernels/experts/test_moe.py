@@ -66,10 +66,11 @@ def sizes_saved(op, *given):
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_routing_saves_the_logits_only_for_weights_of_all_experts(device, normalize):
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_routing_saves_the_logits_only_for_weights_of_all_experts(device, normalize, score):
     logits = inputs_of(40, device=device)[0][1]
-    _, saved = saved_by(lambda: route(logits * 1, top_k=2, normalize=normalize), logits)
-    assert [tuple(t.shape) for t in saved] == [(40, 2), (40, 2)] + ([] if normalize else [(40, 5)])
+    _, saved = saved_by(lambda: route(logits * 1, top_k=2, normalize=normalize, score=score), logits)
+    assert [tuple(t.shape) for t in saved] == [(40, 2), (40, 2 if normalize or score == "sigmoid" else 5)]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
