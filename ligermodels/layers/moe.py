@@ -190,10 +190,11 @@ class MoE(Layer):
 
     forward(x [B, S, hidden_size]) -> (y [B, S, hidden_size], router_logits [B * S, num_experts]).
 
-    routing: options of `route`, which says what makes up the weights of the chosen experts; bias=True is a buffer. The
-    weighted sum of the experts' outputs is in fp32. fp32_router, bias: as in `Router`. jitter_noise: in training, x is first multiplied by random numbers from
-    [1 - jitter_noise, 1 + jitter_noise], for both the router (`gate`) and the experts. experts_first: `experts` stand
-    before `gate` in the order of parameters, by which optimizers know them. activation: as in GatedMLP.
+    routing: options of `route`, which says what makes up the weights of the chosen experts; bias=True is for a buffer.
+    The weighted sum of the experts' outputs is in fp32. fp32_router, bias: as in `Router`. jitter_noise: in training, x
+    is first multiplied by random numbers from [1 - jitter_noise, 1 + jitter_noise], for both the router (`gate`) and
+    the experts. experts_first: `experts` stand before `gate` in the order of parameters, by which optimizers know them.
+    activation: as in GatedMLP.
     shared_size: the size of `shared_expert`, a GatedMLP that every token passes and whose output is added; 0 for none.
     shared_gate: its output is first multiplied by sigmoid(shared_expert_gate(x)), a number per token.
     With the attribute `recompute` the backward recomputes the experts' gate and up, 2 top_k intermediate_size numbers

@@ -5,6 +5,7 @@ a function of the tensors of that case that returns one; None leaves an argument
 """
 
 import dataclasses
+import math
 import random
 import re
 import types
@@ -25,6 +26,7 @@ TAKEN = {
     ("glu", "gate_up", "device"), ("activate", "x", "device"), ("route", "logits", "device"),  # the only tensor
     ("activate", "x", "shape"), ("route", "logits", "shape"),
     ("embedding", "ids", "shape"), ("embedding", "weight", "shape"),  # any width will do
+    ("route by groups", "logits", "shape"),  # the groups do not fit it
 }  # fmt: skip
 """(op, tensor, property) that the op accepts whatever the other arguments are."""
 
@@ -113,6 +115,18 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
     ],
     "embedding": [("padding_idx=7, but the table has 7 rows", {"padding_idx": 7})],
     "route": [("top_k is 6", {"top_k": 6})],
+    "route by groups": [
+        ("top_k is 9 for 8 experts", {"top_k": 9}),
+        ("top_k is 5, but 2 of 4 groups have 4 experts", {"top_k": 5}),
+        ("score is 'tanh'; supported: 'softmax', 'sigmoid'", {"score": "tanh"}),
+        ("groups is 3 and groups_kept 2 for 8 experts", {"groups": 3}),
+        ("groups is 8 .* 2 or more", {"groups": 8}),
+        ("groups_kept 5", {"groups_kept": 5}),
+        ("dropped is 1.0; expected -inf or 0.0", {"dropped": 1.0}),
+        ("eps is 1e-06 .* 0 with 'softmax'", {"score": "softmax"}),
+        ("scale nan", {"scale": math.nan}),
+        ("bias has .*float64.*; expected torch.float32 \\[8\\]", lambda bias, **rest: {"bias": bias.double()}),
+    ],
     "moe_experts": [
         *NO_ACTIVATION,
         ("one dtype", lambda gate_up_proj, **rest: {"gate_up_proj": gate_up_proj.double()}),

@@ -2,14 +2,17 @@
 with transformers."""
 
 import copy
+import importlib
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 import ligermodels.layers as L
 from ligermodels.errors import InputError
+from ligermodels.kernels import route
 from ligermodels.layers import attention
 from ligermodels.layers.linear import operands_of
 from ligermodels.layers.state import KeyValues
@@ -81,6 +84,70 @@ def test_every_token_passes_the_shared_expert(gated):
     (y, logits), (expected, expected_logits) = layer(x), plain(x)
     torch.testing.assert_close(y, expected + added)
     assert torch.equal(logits, expected_logits)
+
+
+OF_DEEPSEEK = dict(score="sigmoid", bias=True, fp32_router=True, eps=1e-20, scale=2.5)
+IN_GROUPS = dict(n_group=4, topk_group=2, norm_topk_prob=False, routed_scaling_factor=1.8)
+ROUTERS = {
+    "mixtral MixtralTopKRouter": (dict(), dict()),
+    "qwen3_moe Qwen3MoeTopKRouter": (dict(norm_topk_prob=True), dict()),
+    "qwen3_moe Qwen3MoeTopKRouter, of all": (dict(norm_topk_prob=False), dict(normalize=False)),
+    "deepseek_v3 DeepseekV3TopkRouter": (
+        dict(n_group=4, topk_group=2, routed_scaling_factor=2.5), OF_DEEPSEEK | dict(groups=4, groups_kept=2),
+    ),
+    "deepseek_v3 DeepseekV3TopkRouter, no sum": (
+        IN_GROUPS, OF_DEEPSEEK | dict(groups=4, groups_kept=2, normalize=False, scale=1.8),
+    ),
+    "glm4_moe Glm4MoeTopkRouter": (dict(routed_scaling_factor=2.5, n_group=1, topk_group=1), OF_DEEPSEEK),
+    "lfm2_moe Lfm2MoeTopKRouter": (
+        dict(use_expert_bias=True, norm_topk_prob=True), dict(score="sigmoid", bias=True, eps=1e-6),
+    ),
+    "mistral4 Mistral4TopkRouter": (
+        dict(n_group=4, topk_group=3, norm_topk_prob=True), dict(groups=4, groups_kept=3, dropped=0.0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROUTERS)
+def test_routes_as_transformers(case):
+    """Experts, weights, and the gradients of x and of the router's weight."""
+    (family, name), (changes, options) = case.split(",")[0].split(), ROUTERS[case]
+    sizes = dict(hidden_size=32, moe_intermediate_size=8, intermediate_size=8, num_experts_per_tok=5, vocab_size=9)
+    experts = "num_experts" if family in ("qwen3_moe", "lfm2_moe") else "num_local_experts"
+    config = transformers.AutoConfig.for_model(family, **{experts: 16}, **sizes, **changes)
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    theirs, layer = getattr(module, name)(config), L.MoE(32, 8, num_experts=16, top_k=5, **options)
+    x, bias = torch.randn(200, 32, requires_grad=True), layer.gate.e_score_correction_bias
+    theirs.load_state_dict({"weight": layer.gate.weight}, strict=False)
+    if bias is not None:
+        bias.normal_(0, 0.2)
+        getattr(theirs, "e_score_correction_bias", bias).copy_(bias)
+    _, expected, their_choice = theirs(x, bias) if family == "lfm2_moe" else theirs(x)
+    weights, choice = route(layer.gate(x), top_k=5, bias=bias, **layer.routing)
+
+    def of_all(weights, experts):
+        return weights.new_zeros(200, 16).scatter(1, experts.long(), weights)
+
+    torch.testing.assert_close(of_all(weights, choice), of_all(expected, their_choice))
+    dw = torch.randn(200, 16)
+    gradients = torch.autograd.grad(of_all(weights, choice), [x, layer.gate.weight], dw)
+    their_gradients = torch.autograd.grad(of_all(expected, their_choice), [x, theirs.weight], dw)
+    torch.testing.assert_close(gradients, their_gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_a_router_in_fp32_computes_in_fp32():
+    """In a model of 16 bits; with a bias alone it computes in the dtype of x."""
+    for fp32, bias in ((True, True), (False, True), (True, False), (False, False)):
+        router = L.Router(32, 8, fp32=fp32, bias=bias)
+        weight, x = router.weight.detach().clone(), torch.randn(5, 32, dtype=torch.bfloat16)
+        router.to(torch.bfloat16)
+        assert router.weight.dtype == (torch.float32 if fp32 or bias else torch.bfloat16)
+        expected = F.linear(x.float(), weight) if fp32 else F.linear(x, weight.bfloat16())
+        assert torch.equal(router(x), expected)
+        if bias:
+            assert {*router.state_dict()} == {"weight", "e_score_correction_bias"}
+            assert router.e_score_correction_bias.dtype == torch.float32
+            assert not router.e_score_correction_bias.requires_grad and not router.e_score_correction_bias.any()
 
 
 class Block(nn.Module):

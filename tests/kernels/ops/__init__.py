@@ -42,7 +42,7 @@ from tests.kernels.ops.mlp import (
     one_by_one,
     three_layers,
 )
-from tests.kernels.ops.moe import experts_op, route_op
+from tests.kernels.ops.moe import experts_op, grouped_route_op, route_op
 
 OURS = [form for form in FORMS if form not in OF_TORCH]
 OF_TORCH_DTYPES = HALF if torch.cuda.is_available() else (*HALF, torch.float32)
@@ -85,6 +85,7 @@ OPS: dict[str, Op] = {
     "linear_jsd": linear_jsd_op(),
     "embedding": embedding_op(),
     "route": route_op(),
+    "route by groups": grouped_route_op(),
     "moe_experts": experts_op(),
     "gated_delta_rule": gated_delta_rule_op(),
     "causal_conv": causal_conv_op(),

@@ -1,6 +1,8 @@
 """Entries of the table of ops: routing and the experts of a mixture."""
 
 import functools
+import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +16,13 @@ from tests.kernels.ops.mlp import ACTIVATIONS, GATED
 NORMALIZED = ("made to sum to 1", "of all")
 
 
-def eager_route(logits, *, top_k, normalize=True):
-    """Qwen3MoeTopKRouter of transformers, less the choice among equals, which torch.topk leaves open, and the cast."""
-    experts = kernels.route_reference(logits, top_k=top_k)[1]
-    weights = logits.softmax(-1, dtype=accumulator(logits.dtype)).gather(1, experts.long())
-    return weights / weights.sum(-1, keepdim=True) if normalize else weights, experts
+def eager_route(logits, *, top_k, normalize=True, score="softmax", bias=None, eps=0.0, scale=1.0, **groups):
+    """Qwen3MoeTopKRouter and DeepseekV3TopkRouter of transformers, less the choice, which torch.topk leaves open among
+    equals, and the cast."""
+    experts = kernels.route_reference(logits, top_k=top_k, score=score, bias=bias, **groups)[1]
+    logits = logits.to(accumulator(logits.dtype))
+    weights = (logits.softmax(-1) if score == "softmax" else logits.sigmoid()).gather(1, experts.long())
+    return (weights / (weights.sum(-1, keepdim=True) + eps) if normalize else weights) * scale, experts
 
 
 def eager_moe_experts(x, weights, experts, gate_up_proj, down_proj, *, activation="silu", recompute=False):
@@ -35,11 +39,57 @@ def eager_moe_experts(x, weights, experts, gate_up_proj, down_proj, *, activatio
 def route_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
     """What half an ulp of fp32 of each term costs w (dw - sum(w dw)), which cancels where one weight is nearly all, and
     at experts that are not chosen -w sum(w dw)."""
-    logits = case.tensors["logits"].detach().double()
-    weights, experts = kernels.route_reference(logits, **case.options)
+    tensors = {name: x.detach().double() for name, x in case.tensors.items()}
+    logits, sigmoid = tensors["logits"], case.options.get("score") == "sigmoid"
+    weights, experts = kernels.route_reference(**tensors, **case.options)
     largest = upstream[0].double().abs().amax(-1, keepdim=True) if logits.numel() else weights
-    noise = torch.zeros_like(logits) if case.options.get("normalize", True) else logits.softmax(-1) * largest
-    return {"d_logits": 2.0**-24 * noise.scatter(1, experts.long(), weights * largest)}
+    of_all = not sigmoid and not case.options.get("normalize", True)
+    noise = logits.softmax(-1) * largest * case.options.get("scale", 1.0) if of_all else torch.zeros_like(logits)
+    slopes = weights * (1 - logits.sigmoid().gather(1, experts.long())) if sigmoid else weights
+    return {"d_logits": 2.0**-24 * noise.scatter(1, experts.long(), slopes * largest)}
+
+
+def decided(logits: Tensor, **options: Any) -> Tensor:
+    """Rows whose choice does not hang on the rounding of scores and of their sums."""
+    exact = logits.double()
+    shifted = (exact + 1e-4 * (1e6 * exact + phase).sin() for phase in (0, 1))  # equals stay equal
+    experts = kernels.route_reference(exact, **options)[1]
+    return torch.stack([experts == kernels.route_reference(x, **options)[1] for x in shifted]).all(0).all(-1)
+
+
+def grouped_route_op() -> Op:
+    """With a bias, groups, eps and scale; the scores of both kinds."""
+
+    def make(m, rows, *, experts, score, biased, eps, **options):
+        options |= {"score": score, "eps": eps if score == "sigmoid" else 0.0}
+        logits, bias = torch.randn(rows, experts).to(m.dtype), torch.randn(experts) * 0.3 if biased else None
+        while not (good := decided(logits, bias=None if bias is None else bias.double(), **options)).all():
+            logits[~good] = torch.randn(int((~good).sum()), experts).to(m.dtype)
+        tensors = {"logits": m.of(logits)}
+        if bias is not None:
+            tensors["bias"] = m.of(bias, train=False, dtype=accumulator(m.dtype))
+        return Case(tensors, options)
+
+    def fits(chosen):
+        size, rest = divmod(chosen["experts"], chosen["groups"])
+        kept = chosen["groups_kept"]
+        return rest == 0 and size > 1 and kept <= chosen["groups"] and chosen["top_k"] <= kept * size
+
+    return Op(
+        kernels.route, kernels.route_reference, eager_route, make,
+        choices={
+            "experts": Sizes([8, 24, 32, 60, 64, 96, 128, 160, 256, 512], [8, 12, 24]), "top_k": [1, 2, 4, 8],
+            "normalize": [True, False], "score": ["sigmoid", "sigmoid", "softmax"], "biased": [True, False],
+            "groups": [1, 2, 4], "groups_kept": [1, 2, 3], "dropped": [-math.inf, 0.0], "eps": [0.0, 1e-20, 1e-6],
+            "scale": [1.0, 2.5],
+        },
+        complete=dict(experts=8, top_k=2, normalize=True, score="sigmoid", biased=True, groups=4, groups_kept=2,
+                      dropped=-math.inf, eps=1e-6, scale=1.8),
+        row=lambda chosen: chosen["experts"],
+        few_rows=(0, 1, 5),
+        fits=fits,
+        noise=route_noise,
+    )  # fmt: skip
 
 
 def route_op() -> Op:
