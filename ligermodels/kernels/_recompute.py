@@ -101,6 +101,11 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # type: ignore[attr-defined]
 
 
+def in_backward() -> bool:
+    """True inside a backward, as where checkpointing runs a block again; torch's checkpointing asks the same way."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def may_overwrite(saved: Tensor) -> bool:
     """In a backward: True if nobody reads `saved`, a tensor that the op itself made, after this backward.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._recompute import attach_to_view, cast_with_handle
+from ligermodels.kernels._recompute import attach_to_view, cast_with_handle, in_backward
 from ligermodels.kernels.experts.experts import experts_of
 from ligermodels.kernels.experts.route import check_routing, route
 from ligermodels.kernels.linear.linear import linears
@@ -152,6 +152,7 @@ class Router(Adaptable):
     """
 
     adaptable = ("weight",)
+    e_score_correction_bias: Tensor | None
 
     def __init__(self, hidden_size: int, num_experts: int, *, fp32: bool = False, bias: bool = False):
         super().__init__()
@@ -199,9 +200,11 @@ class MoE(Layer):
     shared_gate: its output is first multiplied by sigmoid(shared_expert_gate(x)), a number per token.
     With the attribute `recompute` the backward recomputes the experts' gate and up, 2 top_k intermediate_size numbers
     per token, instead of saving them. tp: as in `GatedMLP`; each rank routes all tokens to its shards of all experts.
+    expert_loads: the tokens of each expert, int64 [num_experts], where they are counted; see training/balancing.py.
     """
 
     recompute = False
+    expert_loads: Tensor | None
 
     def __init__(
         self,
@@ -227,6 +230,7 @@ class MoE(Layer):
         self.experts = Experts(hidden_size, intermediate_size, num_experts=num_experts, activation=activation)
         if experts_first:
             self.gate = self._modules.pop("gate")  # type: ignore[assignment]
+        self.register_buffer("expert_loads", None, persistent=False)
         self.shared_expert = GatedMLP(hidden_size, shared_size, activation=activation) if shared_size else None
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_size and shared_gate else None
 
@@ -264,6 +268,9 @@ class MoE(Layer):
         router_logits = self.gate(rows)
         bias = self.gate.e_score_correction_bias
         weights, experts = route(router_logits, top_k=self.top_k, bias=bias, **self.routing)
+        if self.expert_loads is not None and self.training and torch.is_grad_enabled() and not in_backward():
+            ones = self.expert_loads.new_ones(1).expand(experts.numel())
+            self.expert_loads.index_add_(0, experts.flatten(), ones)
         y = self.experts(rows, weights, experts, recompute=self.recompute)
         y = self._add_shared(y, rows).view(x.shape)
         if self.tp is None:
@@ -281,6 +288,11 @@ class MoE(Layer):
     def extra_repr(self) -> str:
         options = {"top_k": self.top_k, **self.routing, "jitter_noise": self.jitter_noise}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def mixtures_of(model: nn.Module) -> list[MoE]:
+    """The mixtures in a model, in the order of its modules."""
+    return [module for module in model.modules() if isinstance(module, MoE)]
 
 
 def load_balancing_loss(

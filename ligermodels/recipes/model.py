@@ -14,6 +14,7 @@ from ligermodels.arch import arch_of, load
 from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
 from ligermodels.errors import InputError, config_of
+from ligermodels.layers.moe import mixtures_of
 from ligermodels.parallel import parallelize
 from ligermodels.processes import Processes
 from ligermodels.recipes.options import TrainOptions
@@ -72,6 +73,15 @@ def check_capture(sketch: Any, processes: Processes) -> None:
         reason = "the balancing loss of the routers (output_router_logits in config.json) would count the padding"
     if reason:
         raise InputError(f"capture: {reason}; leave --capture out")
+
+
+def check_router_biases(sketch: Any) -> None:
+    """Raises InputError if no router has a bias, by which --router-bias-rate balances experts."""
+    if all(mixture.gate.e_score_correction_bias is None for mixture in mixtures_of(sketch)):
+        raise InputError(
+            f"router_bias_rate: no router of a {type(sketch).__name__} has a correction bias; leave --router-bias-rate "
+            "out"
+        )
 
 
 def model_of(

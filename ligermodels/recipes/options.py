@@ -96,6 +96,9 @@ class TrainOptions:
     adam_beta1: float = option(0.9, "beta1 of AdamW", least=0, below=1)
     adam_beta2: float = option(0.999, "beta2 of AdamW", least=0, below=1)
     max_grad_norm: float = free_option(1.0, "maximum gradient norm; 0: no limit", least=0)
+    router_bias_rate: float = free_option(
+        0.0, "balance the experts of a model whose routers have a correction bias: after each step it changes by this, "
+        "such as 0.001", least=0, excludes=("lora_r", "capture"))
 
     precision: str = option(
         "auto", "of the weights on GPUs; bf16-masters: bf16, with 16 more bits in the optimizer; auto: that, or bf16 "

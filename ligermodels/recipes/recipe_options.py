@@ -117,7 +117,7 @@ class MedusaOptions(TrainOptions):
     default_rates = (1e-3, 1e-3)
     unsupported = {  # noqa: RUF012
         **dict.fromkeys(("cp", "tp"), "heads are trained under FSDP alone"),
-        "lora_r": "heads are trained on a frozen model",
+        **dict.fromkeys(("lora_r", "router_bias_rate"), "heads are trained on a frozen model"),
     }
     heads: int = option(4, "number of heads; head k predicts the token k + 1 ahead", least=1, group="heads")
     head_layers: int = option(1, "residual blocks of each head", least=0)

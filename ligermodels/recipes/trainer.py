@@ -48,7 +48,7 @@ from ligermodels.recipes.steps import (
     peak_memory,
     shard_batches,
 )
-from ligermodels.training import AdamW, CapturedStep
+from ligermodels.training import AdamW, CapturedStep, count_expert_loads, update_router_biases
 
 
 def train(recipe_class: type[Recipe], options: TrainOptions) -> int:
@@ -108,6 +108,8 @@ class Trainer:
         self.checkpoints: Checkpoints
         self.reporter: report.Reporter  # on rank 0 alone
         self._captured: CapturedStep | None = None  # with --capture, from the first step on
+        self._counts_loads = False
+        self._max_expert_load: Tensor  # of the last step, on the device
 
     def setup(self) -> bool:
         """Makes the plan and, unless this is a dry run, loads everything. Returns whether to train.
@@ -147,6 +149,8 @@ class Trainer:
         recipe = self.recipe_class.of(options)(options, tokenizer, processes)
         if options.capture:
             models.check_capture(sketch, processes)
+        if options.router_bias_rate:
+            models.check_router_biases(sketch)
         data = Data(options, recipe)
         counts = None if options.max_steps is not None else data.count()  # each rank counts: waiting could time out
         forwards = None if counts is None else counts["batches"] * (options.num_train_epochs or 1)
@@ -184,6 +188,7 @@ class Trainer:
             processes.from_main(lambda: run_folder.write_options(options))
         recipe.setup(self.model, source, processes)
         self.optimizer = models.make_optimizer(options, self.model, processes)
+        self._counts_loads = not options.capture and count_expert_loads(self.model)  # a graph would count padding
         self.checkpoints = self.stack.enter_context(
             Checkpoints(
                 self.out / "checkpoints", self.model, self.optimizer, keep=options.save_total_limit,
@@ -260,6 +265,8 @@ class Trainer:
             tokens_per_second=tokens_of_all / seconds, gib=peak_memory(processes.device),
             **means_of([self.batches.metrics, *metrics], processes),
         )  # fmt: skip
+        if self._counts_loads:
+            values["max_expert_load"] = self._max_expert_load.item()
         if processes.is_main:
             self.reporter.step(progress.step, values)
         if signals:  # a signal to all processes ends those that encode rows, too: then that is no error
@@ -280,6 +287,8 @@ class Trainer:
         if not self.options.capture:
             self.optimizer.step()
             self.optimizer.zero_grad()
+        if self._counts_loads:
+            self._max_expert_load = update_router_biases(self.model, self.options.router_bias_rate)
         return loss, metrics
 
     def _replay(self, batch: Batch, count: Tensor, accumulate: int) -> Tensor:

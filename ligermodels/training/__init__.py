@@ -1,7 +1,11 @@
-"""What a training loop needs besides the model: an optimizer, captured steps, gradients that add up in place, LoRA,
-Medusa heads, the layer for multi-token prediction."""
+"""What a training loop needs besides the model: an optimizer, captured steps, gradients that add up in place, experts
+that are balanced without a loss, LoRA, Medusa heads, the layer for multi-token prediction."""
 
 from ligermodels.training.adamw import AdamW as AdamW
+from ligermodels.training.balancing import (
+    count_expert_loads as count_expert_loads,
+    update_router_biases as update_router_biases,
+)
 from ligermodels.training.capture import CapturedStep as CapturedStep
 from ligermodels.training.gradients import accumulate_in_place as accumulate_in_place
 from ligermodels.training.lora import (

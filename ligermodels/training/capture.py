@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import as_if_capturing
+from ligermodels.layers.moe import mixtures_of
 
 _FROM_ZERO = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder"}
 """States that are 0 before the first step: those of Adam and AdamW, torch's and ours."""
@@ -195,6 +196,10 @@ class CapturedStep:
             "a parameter's place": [p.data_ptr() for p in self._parameters],
             "a parameter's requires_grad": [p.requires_grad for p in self._parameters],
             "train() or eval()": self.model.training,
+            "the counting of experts' loads": [
+                None if mixture.expert_loads is None else mixture.expert_loads.data_ptr()
+                for mixture in mixtures_of(self.model)
+            ],
             "autocast": torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         }
         if self._graphs:  # without one, the first step has yet to make the states

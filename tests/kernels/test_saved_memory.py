@@ -22,12 +22,14 @@ MIXTURES = {
     "weights of all experts": dict(normalize=False),
     "a shared expert": dict(shared_size=40),
     "a gated shared expert": dict(shared_size=40, shared_gate=True),
+    "a router in fp32": dict(score="sigmoid", bias=True, fp32_router=True),
 }
 CASES = {
     "llama": NORMS + HEADS,
     "gemma2": 2 * NORMS + HEADS,
     "qwen3": NORMS + HEADS + HEADS + KEY_HEADS,
     **dict.fromkeys(MIXTURES, NORMS + HEADS + ROUTED),
+    "a router in fp32": NORMS + HEADS + ROUTED + 2,  # the logits of the chosen experts
     "full_attention": NORMS + HEADS + HEADS + KEY_HEADS,
     "linear_attention": NORMS + 2 * HEADS,  # the decay of a head, and its norm
 }

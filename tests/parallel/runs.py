@@ -20,7 +20,7 @@ from ligermodels.kernels.linear.joint import joint as joint_view
 from ligermodels.layers import moe
 from ligermodels.layers.base import fp32_layers, fp32_names
 from ligermodels.parallel import make_mesh, parallelize
-from ligermodels.training import AdamW, add_mtp, offload
+from ligermodels.training import AdamW, add_mtp, count_expert_loads, offload, update_router_biases
 from tests.arch import qwen2_vl, qwen3_vl, toy_family
 from tests.arch.suite import suites
 from tests.parallel.ranks import results_of_ranks
@@ -53,6 +53,7 @@ FAMILIES = {
         SIZES, model_type="mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5,
     ),
     "mixtral_shared": dict(SIZES, model_type="mixtral", num_local_experts=4),
+    "mixtral_sigmoid": dict(SIZES, model_type="mixtral", num_local_experts=4),
     "phi3": dict(
         SIZES | EIGHT_HEADS, pad_token_id=0, original_max_position_embeddings=12, rope_parameters=dict(
             rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.75, short_factor=[1.0, 1.1, 1.2],
@@ -84,7 +85,10 @@ FAMILIES = {
     "toy": toy_family.SIZES | EIGHT_HEADS,
 }  # fmt: skip
 """model_type, or a name, -> config: embeddings tied and not, biases, norms of heads, windows, caps, experts, images."""
-MIXTURES = {"mixtral_shared": dict(shared_size=16, shared_gate=True)}
+MIXTURES = {
+    "mixtral_shared": dict(shared_size=16, shared_gate=True),
+    "mixtral_sigmoid": dict(score="sigmoid", bias=True, fp32_router=True, scale=2.5, shared_size=16),
+}
 """name -> options of `MoE`, which no family of the zoo has."""
 ALIKE = {"mistral": "llama", "gemma": "llama"}
 """Families whose layers are all those of another."""
@@ -259,6 +263,25 @@ def images_on_one_rank(family, packed=False):
     found = spread.model(**(text if spread.index else images)).loss
     found.backward()
     return {"loss": error(found, sum(losses)), **grad_errors(spread.model, grads(model))}
+
+
+def balanced(family, split):
+    """The biases of routers after a step in two micro-batches whose blocks are recomputed, and the largest load."""
+    model, made = make(family), batch(family, "plain")
+    count_expert_loads(model)
+    model(**made).loss.backward()
+    wanted = update_router_biases(model, rate=0.5)
+    spread = Spread(family, split)
+    count_expert_loads(spread.model)
+    spread.model.gradient_checkpointing_enable({"recompute": "block"})
+    rows = spread.rows(made)
+    for micro in (part(rows, i, 2) for i in range(2)):
+        spread.model(**micro).loss.backward()
+    errors = {"load": error(update_router_biases(spread.model, rate=0.5), wanted)}
+    for (name, bias), (_, expected) in zip(spread.model.named_buffers(), model.named_buffers(), strict=True):
+        if name.endswith("e_score_correction_bias"):
+            errors[name] = error(bias, expected)
+    return errors
 
 
 def accumulated(family, split):
@@ -520,8 +543,8 @@ def calls_refused(split):
 
 
 CHECKS = (
-    gradients, images_on_one_rank, accumulated, logits, headless, norm, mixed, stepped, joint, generated, adapted,
-    custom, refused, calls_refused,
+    gradients, images_on_one_rank, balanced, accumulated, logits, headless, norm, mixed, stepped, joint, generated,
+    adapted, custom, refused, calls_refused,
 )  # fmt: skip
 _CHECKS = {check.__name__: check for check in CHECKS}
 

@@ -100,6 +100,8 @@ QUICK = [
     gradients("mixtral_fp32", "fsdp2", recompute="block"),
     gradients("mixtral_fp32", "tp2"),
     gradients("mixtral_shared", "tp2", recompute="block"),
+    gradients("mixtral_sigmoid", "fsdp2", recompute="block"),
+    *(job("balanced", family="mixtral_sigmoid", split=split) for split in ("fsdp2", "tp2", "cp2")),
     job("stepped", family="llama", split="tp2"),
     job("joint", family="llama_biased", split="tp2"),
     *(gradients(family, split) for family in SUITES for split in ("fsdp2", "tp2")),
@@ -143,6 +145,7 @@ FOUR = [
     *(job("norm", family="llama", split=split) for split in ("tp2-fsdp2", "cp2-tp2", "hsdp2-fsdp2")),
     *(job("accumulated", family="qwen2", split=split) for split in ("cp2-tp2", "cp2-fsdp2")),
     job("mixed", family="llama", split="cp2-tp2", recompute="block"),
+    *(job("balanced", family="mixtral_sigmoid", split=split) for split in ("cp2-tp2", "cp2-hsdp2")),
     *(job("mixed", family="mixtral_fp32", split="tp2-fsdp2", low=low, recompute="block") for low in (False, True)),
 ]
 

@@ -205,8 +205,8 @@ COMMON = (
     "dry_run eval_data eval_share eval_steps final_lr learning_rate lora_alpha "
     "lora_dropout lora_modules_to_save lora_r lora_target_modules lora_target_parameters lr_scheduler_type "
     "max_grad_norm max_length max_samples max_steps merge model num_train_epochs output_dir precision quantize "
-    "report_to resume save_steps save_total_limit seed show skip_bad system_prompt text_only tp use_dora use_rslora "
-    "warmup_steps weight_decay"
+    "report_to resume router_bias_rate save_steps save_total_limit seed show skip_bad system_prompt text_only tp "
+    "use_dora use_rslora warmup_steps weight_decay"
 )
 OWN = {
     "sft": ("assistant_only_loss capture mtp_loss_weight"),

@@ -1,16 +1,22 @@
 """The loop: schedules, the position in the data, signals, full disks, broken losses, estimates of memory."""
 
+import functools
+import json
 import os
 import re
 import resource
+import shutil
 import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from ligermodels import InputError, Llama, Qwen2, Qwen3_5
+from ligermodels import InputError, Llama, Mixtral, Qwen2, Qwen3_5
+from ligermodels.arch import block
 from ligermodels.cli import main
+from ligermodels.layers import MoE
 from ligermodels.processes import Processes
 from ligermodels.recipes import memory, report
 from ligermodels.recipes.base import next_token_loss, num_labels
@@ -300,3 +306,28 @@ def test_the_parameters_of_adapters_are_counted_before_there_are_any():
     counted = memory.adapter_parameters(model, options)
     add_lora(model, 4, targets=["q_proj"], target_parameters=names)
     assert counted == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_experts_are_balanced_by_their_biases(home, tmp_path, monkeypatch):
+    """The rate changes them once a step, they are saved, and a run that is resumed goes on from them."""
+    monkeypatch.setattr(block, "MoE", functools.partial(MoE, score="sigmoid", bias=True))
+    folder, config = tmp_path / "model", json.loads((home / "model" / "config.json").read_text())
+    shutil.copytree(home / "model", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config |= dict(model_type="mixtral", num_local_experts=4)
+    values = {key: value for key, value in config.items() if key not in ("attention_bias", "mlp_bias")}
+    Mixtral.from_config(values, seed=0, dtype=torch.float32, device="cpu").save_pretrained(folder)
+    flags = (*STEPS, "--router-bias-rate", "0.25", "--lr-scheduler-type", "constant_with_warmup")
+    assert train(home, tmp_path / "whole", *flags, "--max-steps", "3", model=folder) == 0
+    assert train(home, tmp_path / "parts", *flags, "--max-steps", "2", model=folder) == 0
+    assert train(home, tmp_path / "parts", *flags, "--max-steps", "3", "--resume", model=folder) == 0
+    whole, parts = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts"))
+    biases = {name: x for name, x in whole.items() if name.endswith("gate.e_score_correction_bias")}
+    assert len(biases) == config["num_hidden_layers"]
+    for bias in biases.values():
+        assert bias.dtype == torch.float32 and bias.any() and torch.equal(4 * bias, (4 * bias).round())
+        assert bias.abs().max() <= 0.75
+    assert whole.keys() == parts.keys() and all(torch.equal(x, parts[name]) for name, x in whole.items())
+    loads = metrics(tmp_path / "whole", "max_expert_load")
+    assert [*loads] == [1, 2, 3] and all(1 <= load <= 4 for load in loads.values())
+    assert main(["train", "sft", str(home / "model"), "--data", str(home / "chats.jsonl"), "--output-dir",
+                 str(tmp_path / "none"), *STEPS, "--router-bias-rate", "0.25"]) != 0  # fmt: skip

@@ -12,7 +12,7 @@ from torch import nn
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import as_if_capturing
-from ligermodels.training import capture
+from ligermodels.training import capture, count_expert_loads
 from ligermodels.training.adamw import AdamW
 from ligermodels.training.capture import CapturedStep
 from tests.kernels.on_gpu import never_waits
@@ -282,3 +282,19 @@ assert torch.equal(model.weight, before) and model.weight.grad is None
     first, second = done.stdout.splitlines()
     assert "build it with capturable=True" in first
     assert "cannot be captured" in second and "return y * float(y)" in second
+
+
+def test_counts_the_loads_of_experts():
+    """As the loop does; counting that begins after the capture would not be in the graph."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = dict(CONFIG, model_type="mixtral", num_local_experts=4)
+    model = ligermodels.Mixtral.from_config(config, dtype=torch.float32, device=device, seed=0).train()
+    ids, optimizer = torch.randint(97, (2, 16)), torch.optim.AdamW(model.parameters(), capturable=device == "cuda")
+    step = CapturedStep(model, optimizer, input_ids=ids, labels=ids)
+    count_expert_loads(model)
+    with pytest.raises(InputError, match="the counting of experts' loads changed after the capture"):
+        step(input_ids=ids, labels=ids)
+    step = CapturedStep(model, optimizer, input_ids=ids, labels=ids)
+    for _ in range(2):
+        step(input_ids=ids, labels=ids)
+    assert [int(layer.mlp.expert_loads.sum()) for layer in model.decoder.layers] == [2 * 2 * ids.numel()] * 2

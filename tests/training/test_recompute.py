@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
-from ligermodels.arch import ARCHS, inputs
+from ligermodels.arch import ARCHS, block as arch_block, inputs
 from ligermodels.errors import InputError
-from ligermodels.layers import Batch
-from ligermodels.training import offload, recompute
+from ligermodels.kernels import route
+from ligermodels.layers import Batch, MoE
+from ligermodels.training import count_expert_loads, offload, recompute, update_router_biases
 from ligermodels.training.offload import Offload, OffloadPass
 from tests.kernels.on_gpu import never_waits
 from tests.parallel.train import CONFIG
@@ -415,3 +417,70 @@ class TestOnAGPU:
         found = [grad.clone() for grad in found]
         run()
         assert_same(found, [parameter.grad for parameter in model.parameters()])
+
+
+BALANCED = dict(score="sigmoid", bias=True, scale=2.5, shared_size=8)
+
+
+def balanced(monkeypatch, family="mixtral", **options):
+    """A mixture whose routers have a bias, which no family of the zoo has."""
+    monkeypatch.setattr(arch_block, "MoE", functools.partial(MoE, **BALANCED | options))
+    return make(family, router_jitter_noise=0.0).train()
+
+
+def loads_of(model, ids):
+    """[layers, E]: the tokens of each expert in a forward, from the router logits."""
+    with torch.no_grad():
+        logits = model(ids, output_router_logits=True).router_logits
+    gates = [layer.mlp.gate for layer in model.decoder.layers]
+    routes = [
+        route(x, top_k=2, score="sigmoid", bias=gate.e_score_correction_bias)[1]
+        for x, gate in zip(logits, gates, strict=True)
+    ]
+    return torch.stack([experts.long().flatten().bincount(minlength=4) for experts in routes])
+
+
+def counted(model):
+    return torch.stack([layer.mlp.expert_loads for layer in model.decoder.layers])
+
+
+@pytest.mark.parametrize("policy", ["none", "mlp", "block", "torch"])
+def test_each_token_counts_once_among_the_loads_of_experts(monkeypatch, ids, policy):
+    """In training alone, whatever is recomputed, by our checkpointing or by torch's around a layer."""
+    model = balanced(monkeypatch)
+    assert count_expert_loads(model) and not count_expert_loads(make())
+    if policy == "torch":
+        for layer in model.decoder.layers:
+            layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, use_reentrant=False)
+    else:
+        enable(model, policy)
+    expected = loads_of(model, ids) + loads_of(model, ids.flip(0, 1))
+    assert not counted(model).any()  # without gradients
+    for batch in (ids, ids.flip(0, 1)):
+        model(batch, labels=batch).loss.backward()
+    model.eval()(ids, labels=ids)
+    assert torch.equal(counted(model), expected) and (expected.sum(1) == 2 * 2 * ids.numel()).all()
+    assert not [name for name in model.state_dict() if "loads" in name]
+
+
+def test_the_biases_of_routers_follow_the_loads(monkeypatch, ids):
+    """Each by the rate, towards the mean; then it is counted from 0, and the choice follows the biases."""
+    model = balanced(monkeypatch)
+    with pytest.raises(InputError, match=r"not counted; call .*count_expert_loads"):
+        update_router_biases(model)
+    count_expert_loads(model)
+    expected, before = torch.zeros(3, 4), []
+    for _ in range(30):
+        loads = loads_of(model, ids).double()
+        expected += 0.01 * torch.sign(loads.mean(1, keepdim=True) - loads)
+        model(ids, labels=ids).loss.backward()
+        before.append(update_router_biases(model, rate=0.01).item())
+        assert before[-1] == pytest.approx((loads.amax(1) / loads.mean(1)).max().item())
+    assert not counted(model).any() and before[-1] < before[0] - 0.1
+    assert update_router_biases(model, rate=0.0) == 0
+    biases = torch.stack([layer.mlp.gate.e_score_correction_bias for layer in model.decoder.layers])
+    torch.testing.assert_close(biases, expected)
+    plain = balanced(monkeypatch, bias=False)
+    count_expert_loads(plain)
+    with pytest.raises(InputError, match="no router of this Mixtral has a bias; leave the rate at 0"):
+        update_router_biases(plain)
