@@ -22,14 +22,13 @@ loops over *args would take as long as what they replace. For kernel(x, n, BLOCK
         _launch(*_grid, *_rest[len(_grid)], _stream(_key[0]), *_head, (_x, n, BLOCK))
 
 Everything else goes through kernel[grid](*args): torch.compile, the interpreter, devices other than CUDA, versions of
-Triton other than 3.6 to 3.9 (private names are used), grids that are functions, annotated arguments, tensor
-descriptors, autotuned kernels, kernels with scratch memory, and hooks, profilers and debug modes that watch launches.
+Triton other than 3.6 to 3.9 (private names are used), grids that are functions, annotated arguments, autotuned
+kernels, kernels with scratch memory, and hooks, profilers and debug modes that watch launches.
 A global constant of a kernel that changes after its first launch goes unnoticed; Triton would raise an error.
 """
 
 import re
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -146,7 +145,8 @@ def _generate(kernel: Any, args: tuple) -> Callable:
 
 
 def _variant(compiled: Any) -> tuple | None:
-    """(C launcher, its arguments before the kernel's own, the compiled kernel, which owns them).
+    """(C launcher, its arguments before the kernel's own, the compiled kernel, which owns them). Where an argument is a
+    tensor descriptor, the launcher is Triton's function around it, which encodes the descriptor.
 
     None where a launch needs more than that; every call of the variant then goes through Triton.
     """
@@ -155,7 +155,6 @@ def _variant(compiled: Any) -> tuple | None:
     run: Any = getattr(compiled, "run", None)
     if (
         type(run) is not CudaLauncher
-        or type(run.launch) is FunctionType  # wraps the C launcher where an argument is a descriptor
         or run.global_scratch_size
         or run.profile_scratch_size
         or getattr(run, "gsan_enabled", False)

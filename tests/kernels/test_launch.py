@@ -9,9 +9,10 @@ import pytest
 import torch
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ligermodels.kernels import _launch
 from ligermodels.kernels._launch import launch
@@ -29,11 +30,15 @@ def annotated(a_ptr, n: tl.int64, BLOCK: tl.constexpr):
     pass
 
 
+def described(a_ptr, desc, n, BLOCK: tl.constexpr):
+    pass
+
+
 class Fake:
     """A kernel whose compiled variants only note, with each launch, the cache key of Triton that they belong to."""
 
-    def __init__(self, monkeypatch, fn, scratch=0, descriptors=False, **options):
-        self.kernel, self.scratch, self.descriptors = JITFunction(fn, **options), scratch, descriptors
+    def __init__(self, monkeypatch, fn, scratch=0, **options):
+        self.kernel, self.scratch = JITFunction(fn, **options), scratch
         self.compiled, self.direct = [], []
         self.backend = make_backend(GPUTarget("cuda", 90, 32))
         binder = create_function_from_signature(self.kernel.signature, self.kernel.params, self.backend)
@@ -57,8 +62,6 @@ class Fake:
         launcher.launch_cooperative_grid = launcher.launch_pdl = False
         launcher.arg_annotations = launcher.kernel_signature = None
         launcher.launch = functools.partial(self.launch, key)  # no function of Python, as the C launcher is none
-        if self.descriptors:
-            launcher.launch = wrap_handle_tensordesc(launcher.launch, {0: "tensordesc<fp16[16]>"}, None)
         return SimpleNamespace(run=launcher, function="function", packed_metadata="metadata")
 
     def launch(self, key, *args):
@@ -119,12 +122,23 @@ def addresses(values):
     return [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
 
 
-@pytest.mark.parametrize("what", ["annotated", "scratch", "descriptors", "a grid that is a function"])
+@pytest.mark.parametrize("what", ["annotated", "scratch", "a grid that is a function"])
 def test_leaves_kernels_and_grids_to_triton(monkeypatch, what):
-    fake = Fake(monkeypatch, annotated if what == "annotated" else plain, 16 * (what == "scratch"), "desc" in what)
+    fake = Fake(monkeypatch, annotated if what == "annotated" else plain, 16 * (what == "scratch"))
     for _ in range(3):
         launch(fake.kernel, (lambda meta: (5,)) if "function" in what else (5,), torch.zeros(16), 7, 16)
     assert len(fake.compiled) == 3 and not fake.direct
+
+
+def test_descriptors_reach_the_launcher_that_encodes_them(monkeypatch):
+    fake, first, second = Fake(monkeypatch, described), torch.zeros(16, 8).half(), torch.ones(32, 8).half()
+    for matrix, rows in ((first, 16), (second, 16), (first, 8)):
+        descriptor = TensorDescriptor.from_tensor(matrix, [rows, 8])
+        _, args = fake.launched(first, descriptor, 7, 16)
+        if matrix is second:  # the variant of the first: its blocks have the same shape
+            assert any(a is descriptor for a in [*args[:-1], *args[-1]])
+        else:
+            assert args is None
 
 
 def test_says_why_launches_go_through_triton(monkeypatch):

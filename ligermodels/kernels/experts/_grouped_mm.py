@@ -68,19 +68,6 @@ def _tile_of(pid, tiles_m, tiles_n):
 
 
 @triton.jit
-def _low_tiles(
-    low_ptr, low_b_ptr, rows, end, expert, cols, N, stride_e, stride_k, stride_n,
-    first, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_R columns of low, and as many rows of low_b, from `first` on."""
-    r = first + tl.arange(0, BLOCK_R)
-    low = low_ptr + rows.to(tl.int64)[:, None] * RANK + r[None, :]
-    low_b = low_b_ptr + expert.to(tl.int64) * stride_e + r[:, None] * stride_k + cols.to(tl.int64)[None, :] * stride_n
-    low = tl.load(low, mask=(rows < end)[:, None] & (r < RANK)[None, :], other=0.0)
-    return low, tl.load(low_b, mask=(cols < N)[None, :] & (r < RANK)[:, None], other=0.0)
-
-
-@triton.jit
 def _rows_kernel(
     c_ptr, a_ptr, b_ptr, a_tma, b_tma, slots_ptr, tiles_ptr, bias_ptr, low_ptr, low_b_ptr, scale,
     N, K, a_stride, b_stride_e, b_stride_k, b_stride_n, low_stride_e, low_stride_k, low_stride_n,
@@ -108,11 +95,6 @@ def _rows_kernel(
         a = a_ptr + source.to(tl.int64)[:, None] * a_stride + at[None, :]
         b = b_ptr + expert.to(tl.int64) * b_stride_e + cols.to(tl.int64)[None, :] * b_stride_n
         b += at.to(tl.int64)[:, None] * b_stride_k
-        if low_ptr is not None:  # which arrive during the loop
-            low, low_b = _low_tiles(
-                low_ptr, low_b_ptr, rows, end, expert, cols, N, low_stride_e, low_stride_k, low_stride_n,
-                0, RANK, BLOCK_R,
-            )  # fmt: skip
         acc = tl.zeros([BLOCK_M, BLOCK_N], ACC)
         for k in range(0, K, BLOCK_K):
             if a_tma is None:
@@ -127,12 +109,13 @@ def _rows_kernel(
                 w = b_tma.load([expert * N + first, k]).T
             acc = _dot(x, w, acc, TF32)
         if low_ptr is not None:
-            acc = _dot(low, low_b, acc, TF32)
-            for first_r in tl.static_range(BLOCK_R, RANK, BLOCK_R):
-                low, low_b = _low_tiles(
-                    low_ptr, low_b_ptr, rows, end, expert, cols, N, low_stride_e, low_stride_k, low_stride_n,
-                    first_r, RANK, BLOCK_R,
-                )  # fmt: skip
+            for first_r in tl.static_range(0, RANK, BLOCK_R):
+                r = first_r + tl.arange(0, BLOCK_R)
+                low = low_ptr + rows.to(tl.int64)[:, None] * RANK + r[None, :]
+                low = tl.load(low, mask=inside & (r < RANK)[None, :], other=0.0)
+                low_b = low_b_ptr + expert.to(tl.int64) * low_stride_e + r[:, None] * low_stride_k
+                low_b += cols.to(tl.int64)[None, :] * low_stride_n
+                low_b = tl.load(low_b, mask=(cols < N)[None, :] & (r < RANK)[:, None], other=0.0)
                 acc = _dot(low, low_b, acc, TF32)
         if SCALED:
             acc *= scale
@@ -247,7 +230,7 @@ def _rows(a: Tensor, b: Tensor, order: Order, top_k: int, bias: Tensor | None, l
         _rows_kernel, (tiles,),
         c, a, b, a_tma, b_tma, order.slots, order.tiles, bias, *((None, None) if low is None else low), scale,
         n, k, a.stride(0), *b.stride(), *((0, 0, 0) if low is None else low.b.stride()),
-        top_k, rank, scale != 1.0, by_rows, FLATTEN=tma, BLOCK_R=16, **options,
+        top_k, rank, scale != 1.0, by_rows, FLATTEN=tma, BLOCK_R=min(64, max(16, next_power_of_2(rank))), **options,
     )  # fmt: skip
     return c
 
