@@ -60,9 +60,9 @@ def decided(logits: Tensor, **options: Any) -> Tensor:
 def grouped_route_op() -> Op:
     """With a bias, groups, eps and scale; the scores of both kinds."""
 
-    def make(m, rows, *, experts, score, biased, eps, **options):
+    def make(m, rows, *, experts, score, biased, eps, offset=0.0, **options):
         options |= {"score": score, "eps": eps if score == "sigmoid" else 0.0}
-        logits, bias = torch.randn(rows, experts).to(m.dtype), torch.randn(experts) * 0.3 if biased else None
+        logits, bias = torch.randn(rows, experts).to(m.dtype), torch.randn(experts) * 0.3 + offset if biased else None
         while not (good := decided(logits, bias=None if bias is None else bias.double(), **options)).all():
             logits[~good] = torch.randn(int((~good).sum()), experts).to(m.dtype)
         tensors = {"logits": m.of(logits)}
@@ -75,6 +75,10 @@ def grouped_route_op() -> Op:
         kept = chosen["groups_kept"]
         return rest == 0 and size > 1 and kept <= chosen["groups"] and chosen["top_k"] <= kept * size
 
+    usual = dict(
+        experts=8, top_k=2, normalize=True, score="sigmoid", biased=True, groups=4, groups_kept=2, dropped=-math.inf,
+        eps=1e-6, scale=1.8,
+    )  # fmt: skip
     return Op(
         kernels.route, kernels.route_reference, eager_route, make,
         choices={
@@ -83,11 +87,11 @@ def grouped_route_op() -> Op:
             "groups": [1, 2, 4], "groups_kept": [1, 2, 3], "dropped": [-math.inf, 0.0], "eps": [0.0, 1e-20, 1e-6],
             "scale": [1.0, 2.5],
         },
-        complete=dict(experts=8, top_k=2, normalize=True, score="sigmoid", biased=True, groups=4, groups_kept=2,
-                      dropped=-math.inf, eps=1e-6, scale=1.8),
+        complete=usual,
         row=lambda chosen: chosen["experts"],
         few_rows=(0, 1, 5),
         fits=fits,
+        edges={"dropped ones are chosen": lambda m: make(m, 9, **usual | dict(dropped=0.0, offset=-2.0))},
         noise=route_noise,
     )  # fmt: skip
 
