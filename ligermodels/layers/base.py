@@ -189,7 +189,8 @@ def fp32_names(root: nn.Module) -> set[str]:
     return {
         f"{path}.{name}".removeprefix(".")
         for path, layer in fp32_layers(root).items()
-        for name in (*layer._parameters, *layer._buffers)
+        for name, tensor in (*layer._parameters.items(), *layer._buffers.items())
+        if tensor is not None
     }
 
 
