@@ -88,20 +88,22 @@ class Block(ResidualBlock):
         return self.mlp(x), residual
 
 
-class RoutedBlock(Block):
-    """A `Block` whose MLP is a `MoE`, or in some blocks of a model a `GatedMLP`: it adds what a router says of the
-    tokens, for the balancing loss."""
+class Routed(ResidualBlock):
+    """A mixin before a block whose `mlp` is a `MoE`, or in some blocks of a model a `GatedMLP`: it adds what a router
+    says of the tokens, for the balancing loss."""
 
     carries = True
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None, carry: Any = None
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Any = None, carry: Any = None
     ) -> tuple[Any, ...]:
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, batch, cache)
-        x, residual = self.post_attention_layernorm(x, residual)
-        x, *router_logits = y if isinstance(y := self.mlp(x), tuple) else (y,)
+        y, residual = super().forward(x, residual, batch, cache)
+        x, *router_logits = y if isinstance(y, tuple) else (y,)
         return x, residual, {"router_logits": tuple(router_logits)}
+
+
+class RoutedBlock(Routed, Block):
+    """A `Block` with experts."""
 
 
 def attention(config: ModelConfig, layer: int, **options: Any) -> Attention:
@@ -127,6 +129,13 @@ def gated_mlp(config: ModelConfig, **options: Any) -> GatedMLP:
             f"{config.model_type}: config.json lacks intermediate_size, the size of the blocks' dense MLPs"
         )
     return GatedMLP(config.hidden_size, **sizes)
+
+
+def by_expert(block: str = "model.layers.{i}.", on_disk: str | None = None) -> dict[str, str | tuple[str, ...]]:
+    """The rows of a table of names for experts that are three tensors each on disk. on_disk: the block there."""
+    ours, theirs = f"{block}mlp.experts.", f"{on_disk or block}mlp.experts.{{e}}."
+    gate_up = theirs + "gate_proj.weight", theirs + "up_proj.weight"
+    return {ours + "gate_up_proj": gate_up, ours + "down_proj": theirs + "down_proj.weight"}
 
 
 def mixture(config: RoutedConfig, **options: Any) -> MoE:

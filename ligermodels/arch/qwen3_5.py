@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM
 from ligermodels.arch.block import ResidualBlock, attention, gated_mlp
@@ -44,6 +44,8 @@ class Qwen3_5Config(ModelConfig):
     model_type: ClassVar[str] = "qwen3_5_text"
     architecture: ClassVar[str] = "Qwen3_5ForCausalLM"
     partial_rotary: ClassVar[bool] = True
+    fixed: ClassVar[Mapping[str, Any]] = {"attn_output_gate": True, "mlp_only_layers": []}
+    """Keys of which one value alone was released."""
     unused: ClassVar[frozenset[str]] = frozenset({
         "attn_output_gate", "language_model_only", "mamba_ssm_dtype", "mlp_only_layers",
         "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
@@ -63,17 +65,17 @@ class Qwen3_5Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        if config.get("model_type") == "qwen3_5":
+        if cls.model_type != (whole := cls.model_type.removesuffix("_text")) == config.get("model_type"):
             text = config.get("text_config")
             if not isinstance(text, Mapping) or text.get("model_type", cls.model_type) != cls.model_type:
-                raise ConfigError(f"qwen3_5: text_config is {text!r:.80}, expected an object of {cls.model_type}")
+                raise ConfigError(f"{whole}: text_config is {text!r:.80}, expected an object of {cls.model_type}")
             outer = {"tie_word_embeddings", "quantization_config"}
             if not text.keys() & {"dtype", "torch_dtype"}:
                 outer |= {"dtype", "torch_dtype"}
             config = {**{key: config[key] for key in outer if key in config}, **text, "model_type": cls.model_type}
             warnings.warn(
-                "qwen3_5: only the text model is read: the vision tower (model.visual.*) is left out, here and in what "
-                "is saved",
+                f"{whole}: only the text model is read: the vision tower (model.visual.*) is left out, here and in "
+                "what is saved",
                 stacklevel=2,
             )
         return super().from_hf(config)
@@ -90,7 +92,7 @@ class Qwen3_5Config(ModelConfig):
         if self.linear_num_value_heads % self.linear_num_key_heads:
             raise self._error("linear_num_value_heads", f"must be a multiple of {self.linear_num_key_heads} key heads")
         self._check_choice("hidden_act", ("silu", "swish"))
-        for name, expected in (("attn_output_gate", True), ("mlp_only_layers", [])):
+        for name, expected in self.fixed.items():
             if (value := self.extra.get(name, expected)) != expected:
                 raise ConfigError(f"{self.model_type}: {name}={value!r} is not supported; supported: {expected!r}")
 
@@ -99,6 +101,7 @@ class Qwen3_5Block(ResidualBlock):
     """A mixer and a gated MLP, each on the normed residual stream."""
 
     last_mlp: ClassVar[str | None] = "mlp"  # see recompute.py
+    joined: ClassVar[bool] = False  # see GatedDeltaNet
 
     def __init__(self, config: Qwen3_5Config, layer: int):
         super().__init__()
@@ -113,40 +116,49 @@ class Qwen3_5Block(ResidualBlock):
                 value_head_dim=config.linear_value_head_dim,
                 conv_size=config.linear_conv_kernel_dim,
                 eps=config.rms_norm_eps,
+                joined=self.joined,
             )
         else:
             self.mixer_name = "self_attn"
             biases = dict(qkv_bias=config.attention_bias, o_bias=config.attention_bias)
             self.self_attn = attention(config, layer, qk_norm=norm, output_gate=True, **biases)
-        self.mlp = gated_mlp(config)
+        self.mlp = self.make_mlp(config, layer)
         self.input_layernorm = RMSNorm(config.hidden_size, **norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Any = None) -> tuple[Tensor, ...]:
+    def make_mlp(self, config: Any, layer: int) -> nn.Module:
+        return gated_mlp(config)
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Any = None) -> tuple[Any, ...]:
         x, residual = self.input_layernorm(x, residual)
         x = self._modules[self.mixer_name](x, batch, cache)  # type: ignore[misc]
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
 
-class Qwen3_5(CausalLM):
-    """Qwen3.5 with a language-model head. `Qwen3_5.from_hub("Qwen/Qwen3.5-0.8B")` loads one."""
+class PredictsTokens(CausalLM):
+    """A base of models whose checkpoints have the layer `mtp.*`: one block with `self_attn`."""
 
-    config_class = Qwen3_5Config
-    block_class = Qwen3_5Block
-    OTHER_LAYOUTS = ({"model.{rest}": "model.language_model.{rest}"},)
-    IGNORE = (*CausalLM.IGNORE, r"^model\.visual\.")
+    block_class: ClassVar[type[nn.Module]] = Qwen3_5Block
     COPIED_ON_SAVE = (r"^mtp\.",)
 
     @classmethod
-    def make_model(cls, config: ModelConfig) -> Decoder:
-        return Decoder(config, cls.block_class, norm=NORM)
-
-    @staticmethod
-    def make_mtp(config: Qwen3_5Config) -> MultiTokenPrediction:
+    def make_mtp(cls, config: Qwen3_5Config) -> MultiTokenPrediction:
         """The layer `mtp.*`, uninitialised. Raises ConfigError for one that was never released."""
         for name, expected in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False)):
             if (value := config.extra.get(name, expected)) != expected:
                 raise ConfigError(f"{config.model_type}: {name}={value!r} is not supported; supported: {expected!r}")
-        block = Qwen3_5Block(dataclasses.replace(config, num_hidden_layers=1, layer_types=["full_attention"]), 0)
+        block = cls.block_class(dataclasses.replace(config, num_hidden_layers=1, layer_types=["full_attention"]), 0)
         return MultiTokenPrediction(config.hidden_size, [block], dict(eps=config.rms_norm_eps, **NORM))
+
+
+class Qwen3_5(PredictsTokens):
+    """Qwen3.5 with a language-model head. `Qwen3_5.from_hub("Qwen/Qwen3.5-0.8B")` loads one."""
+
+    config_class: ClassVar[type[ModelConfig]] = Qwen3_5Config
+    OTHER_LAYOUTS = ({"model.{rest}": "model.language_model.{rest}"},)
+    IGNORE = (*CausalLM.IGNORE, r"^model\.visual\.")
+
+    @classmethod
+    def make_model(cls, config: ModelConfig) -> Decoder:
+        return Decoder(config, cls.block_class, norm=NORM)

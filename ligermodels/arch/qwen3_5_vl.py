@@ -12,12 +12,12 @@ Checked against: models/qwen3_5/modeling_qwen3_5.py of transformers 5.23.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from ligermodels.arch.config import NestedFields
+from ligermodels.arch.config import ModelConfig, NestedFields
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.gemma import NORM
-from ligermodels.arch.qwen3_5 import Qwen3_5, Qwen3_5Block, Qwen3_5Config
+from ligermodels.arch.qwen3_5 import PredictsTokens, Qwen3_5Config
 from ligermodels.arch.qwen3_vl_tower import Qwen3VLTower, Qwen3VLVisionConfig
 from ligermodels.arch.qwen_vl import ImageTokens, QwenVL, QwenVLModel
 
@@ -39,12 +39,9 @@ class Qwen3_5VisionConfig(Qwen3VLVisionConfig):
 
 
 @dataclass(kw_only=True)
-class Qwen3_5VLConfig(NestedFields, ImageTokens, Qwen3_5Config):
-    """config.json of model_type qwen3_5: the fields of its text_config, vision_config and the ids of tokens."""
+class Qwen3_5Images(NestedFields, ImageTokens):
+    """What a config.json has beside the fields of its text: vision_config and the ids of tokens."""
 
-    model_type: ClassVar[str] = "qwen3_5"
-    architecture: ClassVar[str] = "Qwen3_5ForConditionalGeneration"
-    text_type: ClassVar[str] = "qwen3_5_text"
     vision_class: ClassVar = Qwen3_5VisionConfig
     root_fields: ClassVar = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     mrope_section: ClassVar = (11, 11, 10)
@@ -58,15 +55,22 @@ class Qwen3_5VLConfig(NestedFields, ImageTokens, Qwen3_5Config):
     vision_end_token_id: int = 248054
 
 
-class Qwen3_5VL(QwenVL):
+@dataclass(kw_only=True)
+class Qwen3_5VLConfig(Qwen3_5Images, Qwen3_5Config):
+    """config.json of model_type qwen3_5."""
+
+    model_type: ClassVar[str] = "qwen3_5"
+    architecture: ClassVar[str] = "Qwen3_5ForConditionalGeneration"
+    text_type: ClassVar[str] = "qwen3_5_text"
+
+
+class Qwen3_5VL(PredictsTokens, QwenVL):
     """Qwen3.5 with its vision tower and a language-model head. `ligermodels.load("Qwen/Qwen3.5-0.8B")` loads one."""
 
-    config_class = Qwen3_5VLConfig
+    config_class: ClassVar[type[ModelConfig]] = Qwen3_5VLConfig
     _no_split_modules: ClassVar = ["Qwen3_5Block", "VisionBlock"]
-    COPIED_ON_SAVE = Qwen3_5.COPIED_ON_SAVE
-    make_mtp = staticmethod(Qwen3_5.make_mtp)
 
     @classmethod
-    def make_model(cls, config: Qwen3_5VLConfig) -> QwenVLModel:
-        text = Decoder(config, Qwen3_5Block, norm=NORM, position_axes=3)
+    def make_model(cls, config: Any) -> QwenVLModel:
+        text = Decoder(config, cls.block_class, norm=NORM, position_axes=3)
         return QwenVLModel(config, Qwen3VLTower(config.vision_config), text)

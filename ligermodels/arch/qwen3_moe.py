@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.arch.base import CausalLM
-from ligermodels.arch.block import RoutedBlock, attention, gated_mlp, mixture
+from ligermodels.arch.block import RoutedBlock, attention, by_expert, gated_mlp, mixture
 from ligermodels.arch.config import RoutedConfig, WindowConfig
-
-EXPERT = "model.layers.{i}.mlp.experts.{e}."
 
 
 @dataclass(kw_only=True)
@@ -77,8 +75,5 @@ class Qwen3Moe(CausalLM):
     config_class = Qwen3MoeConfig
     block_class = Qwen3MoeBlock
 
-    DISK_NAMES: ClassVar = {
-        "model.layers.{i}.mlp.experts.gate_up_proj": (EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"),
-        "model.layers.{i}.mlp.experts.down_proj": EXPERT + "down_proj.weight",
-    }
+    DISK_NAMES: ClassVar = by_expert()
     OTHER_LAYOUTS = ({},)

@@ -96,12 +96,12 @@ class GatedDeltaNet(JointProjections):
     forward(x, batch, cache=None): cache is a `RecurrentState`, which the new tokens move on.
     num_value_heads is a multiple of num_key_heads: value head i reads the query and key head i // (their ratio).
     conv_size: the tokens that the convolution sees, the current one included. eps: of the norm at the output.
+    joined: the projections are two, in_proj_qkvz and in_proj_ba, with the rows of the four one after the other.
     tp: the ranks over which the heads are sharded (tensor parallel); x is then a rank's shard [B, S/n, hidden_size].
     With `batch.cp` convolution and delta rule compute all tokens of this rank's heads, all else its tokens.
     """
 
     is_recurrent = True
-    joint_names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     output_name = "out_proj"
 
     def __init__(
@@ -114,6 +114,7 @@ class GatedDeltaNet(JointProjections):
         value_head_dim: int,
         conv_size: int = 4,
         eps: float = 1e-6,
+        joined: bool = False,
     ):
         super().__init__()
         if num_value_heads % num_key_heads:
@@ -123,16 +124,19 @@ class GatedDeltaNet(JointProjections):
         keys, values = num_key_heads * key_head_dim, num_value_heads * value_head_dim
         self.sizes: tuple[int, ...] = (keys, keys, values)
         channels = sum(self.sizes)
+        parts = dict(qkv=self.sizes, z=(values,), b=(num_value_heads,), a=(num_value_heads,))
+        if joined:
+            parts = dict(qkvz=(*self.sizes, values), ba=(num_value_heads, num_value_heads))
+        self.joined, self._parts = joined, {f"in_proj_{name}": sizes for name, sizes in parts.items()}
+        self.joint_names = tuple(self._parts)
         self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
         self.A_log = nn.Parameter(torch.empty(num_value_heads))
         self.conv_size = conv_size
         self.conv1d = CausalConv(channels, conv_size)
-        self.norm = GatedRMSNorm(value_head_dim, eps)
-        self.out_proj = nn.Linear(values, hidden_size, bias=False)
-        self.in_proj_qkv = nn.Linear(hidden_size, channels, bias=False)
-        self.in_proj_z = nn.Linear(hidden_size, values, bias=False)
-        self.in_proj_b = nn.Linear(hidden_size, num_value_heads, bias=False)
-        self.in_proj_a = nn.Linear(hidden_size, num_value_heads, bias=False)
+        inputs = {name: nn.Linear(hidden_size, sum(sizes), bias=False) for name, sizes in self._parts.items()}
+        output = dict(norm=GatedRMSNorm(value_head_dim, eps), out_proj=nn.Linear(values, hidden_size, bias=False))
+        for name, module in (inputs | output if joined else output | inputs).items():  # transformers' orders
+            self.add_module(name, module)
         self.reset_parameters()
         self.join_weights()
 
@@ -146,10 +150,10 @@ class GatedDeltaNet(JointProjections):
 
     def shards(self) -> Mapping[str, Shard]:
         split = self.num_key_heads, f"{self.num_key_heads} key heads of linear attention"
-        qkv, *others = self.joint_names
+        parts = {**self._parts, "conv1d.weight": self.sizes}
         return {
-            **dict.fromkeys((qkv, "conv1d.weight"), Shard("columns", *split, parts=self.sizes)),
-            **dict.fromkeys((*others, "A_log", "dt_bias"), Shard("columns", *split)),
+            **{name: Shard("columns", *split, parts=rows if len(rows) > 1 else None) for name, rows in parts.items()},
+            **dict.fromkeys(("A_log", "dt_bias"), Shard("columns", *split)),
             self.output_name: Shard("rows", *split),
         }
 
@@ -191,7 +195,7 @@ class GatedDeltaNet(JointProjections):
             x = self.tp.all_gather(x, 1)
         if mask is not None:
             x = x * mask[..., None]
-        qkv, z, b, a = apply_linears(self.joint_modules, x)
+        qkv, z, b, a = self._projected(x)
         if batch.cp is not None:
             out = self._over_ranks(qkv, *self._gates(a, b, mask), cu_seqlens, batch.cp)
         elif cache is None:
@@ -202,6 +206,14 @@ class GatedDeltaNet(JointProjections):
         out = self.norm(out, z.unflatten(-1, (-1, self.value_head_dim)))
         y = apply_linear(self.out_proj, out.flatten(2))
         return y if self.tp is None else self.tp.reduce_scatter(y, 1)
+
+    def _projected(self, x: Tensor) -> Sequence[Tensor]:
+        """q | k | v, z, b and a of the tokens."""
+        projected = apply_linears(self.joint_modules, x)
+        if not self.joined:
+            return projected
+        qkvz, ba = projected
+        return *qkvz.tensor_split([sum(self.sizes)], -1), *ba.chunk(2, -1)
 
     def _rates(self) -> tuple[Tensor, Tensor]:
         """A_log and dt_bias of this rank's value heads."""
