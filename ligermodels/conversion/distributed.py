@@ -23,10 +23,13 @@ class DcpSource(Source):
     """The model in a distributed checkpoint, under the names of memory or of disk.
 
     config_folder: has config.json and the tokenizer; by default `folder`.
+    Where rows have another order on disk, the names of memory mean the order of memory, as training writes them.
     The names under the prefix that fits the model best ("model.", "module.", "") are read, without the prefix.
     Optimizer and schedule are ignored. `read` joins the shards of a tensor.
     Raises CheckpointError for files that are missing or damaged, and for a `.metadata` that asks for other classes.
     """
+
+    of_memory = True
 
     def __init__(self, folder: Path, config_folder: Path | None = None):
         self.folder, self.source = folder, str(folder)

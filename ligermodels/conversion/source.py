@@ -1,6 +1,7 @@
 """An open checkpoint of any layout under Hugging Face's names (`Source`), and checked against its model (`View`)."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ class Source:
 
     source: the path, for messages. headers: {tensor: dtype and shape}, known without reading it.
     config: the contents of config.json.
+    of_memory: with the names of the model in memory, rows are in the order of memory, too.
     """
 
+    of_memory: bool = False
     source: str
     headers: Mapping[str, TensorInfo]
     config: dict[str, Any]
@@ -88,7 +91,10 @@ class View(Source):
 def model_of(source: Source, *, text_only: bool = False) -> tuple[CausalLM, weights.Names]:
     """(the model that the config asks for, on the meta device; the source's names). Raises ConfigError."""
     model = model_on_meta(source.config, source.source, text_only=text_only)
-    return model, model.names_on_disk.found(model, source.headers)
+    names = model.names_on_disk
+    if source.of_memory:
+        names = replace(names, also=({}, *names.also))
+    return model, names.found(model, source.headers)
 
 
 def model_on_meta(config: Mapping[str, Any], where: str, *, text_only: bool = False) -> CausalLM:
