@@ -79,6 +79,9 @@ def write_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
             parameter.normal_(0.0, 0.1)
             if "norm" in name and not family.startswith("gemma"):
                 parameter.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
     model.save_pretrained(folder)
     return folder
 

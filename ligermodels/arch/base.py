@@ -142,7 +142,8 @@ class CausalLM(Pretrained, TrainerInterface):
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: cu_seqlens and max_seqlen as the collators of
             transformers and TRL name them, for queries and for keys, which must be equal.
         output_router_logits: for mixtures of experts, adds `router_logits` and `aux_loss`, which is added to the loss
-            as well, times the config's `router_aux_loss_coef`; default: the config's `output_router_logits`.
+            as well, times the config's `router_aux_loss_coef`, where it has one; default: the config's
+            `output_router_logits`.
         output_attentions, return_dict: for callers that always pass them; attention weights are never in memory.
         cache: past_key_values, by the name that transformers has for it since 5.24.
         cache_position: those of the tokens after the cached ones; others raise.
@@ -214,7 +215,8 @@ class CausalLM(Pretrained, TrainerInterface):
         if cp is not None and "logits" in computed:
             logits = cp.all_gather_replicated(computed["logits"], 1)
             computed["logits"] = logits.reshape(*inputs.text.tokens.shape[:2], -1)
-        if "router_logits" in output:
+        weight = getattr(self.config, "router_aux_loss_coef", None)
+        if "router_logits" in output and weight is not None:
             mask = inputs.text.attention_mask
             mask = mask if mask is None or cp is None else cp.shard(mask, 1)
             output["aux_loss"] = load_balancing_loss(
@@ -224,7 +226,7 @@ class CausalLM(Pretrained, TrainerInterface):
                 data=None if parallel is None else parallel.data,
             )
             if "loss" in computed:
-                computed["loss"] = computed["loss"] + self.config.router_aux_loss_coef * output["aux_loss"]
+                computed["loss"] = computed["loss"] + weight * output["aux_loss"]
         return CausalLMOutput({**computed, **output})
 
     def _loss(

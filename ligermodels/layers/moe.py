@@ -197,6 +197,7 @@ class MoE(Layer):
     the experts. experts_first: `experts` stand before `gate` in the order of parameters, by which optimizers know them.
     activation: as in GatedMLP.
     shared_size: the size of `shared_expert`, a GatedMLP that every token passes and whose output is added; 0 for none.
+    shared_name: its name, where it is another.
     shared_gate: its output is first multiplied by sigmoid(shared_expert_gate(x)), a number per token.
     With the attribute `recompute` the backward recomputes the experts' gate and up, 2 top_k intermediate_size numbers
     per token, instead of saving them. tp: as in `GatedMLP`; each rank routes all tokens to its shards of all experts.
@@ -217,6 +218,7 @@ class MoE(Layer):
         jitter_noise: float = 0.0,
         experts_first: bool = False,
         shared_size: int = 0,
+        shared_name: str = "shared_expert",
         shared_gate: bool = False,
         fp32_router: bool = False,
         **routing: Any,
@@ -231,8 +233,14 @@ class MoE(Layer):
         if experts_first:
             self.gate = self._modules.pop("gate")  # type: ignore[assignment]
         self.register_buffer("expert_loads", None, persistent=False)
-        self.shared_expert = GatedMLP(hidden_size, shared_size, activation=activation) if shared_size else None
+        self.shared_name = shared_name
+        self.add_module(shared_name, GatedMLP(hidden_size, shared_size, activation=activation) if shared_size else None)
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_size and shared_gate else None
+
+    @property
+    def shared(self) -> GatedMLP | None:
+        """The MLP that every token passes."""
+        return self._modules[self.shared_name]  # type: ignore[return-value]
 
     def shards(self) -> Mapping[str, Shard]:
         shards = {} if self.shared_expert_gate is None else {"shared_expert_gate": REPLICATED}
@@ -251,8 +259,8 @@ class MoE(Layer):
         inside = 2 * self.top_k * self.experts.intermediate_size if policy == "none" else 0
         if self.routing.get("score") != "sigmoid" and not self.routing.get("normalize", True):
             inside += (1 + self.gate.fp32) * len(self.gate.weight)
-        if self.shared_expert is not None:
-            inside += self.shared_expert.saved_per_token(policy)
+        if self.shared is not None:
+            inside += self.shared.saved_per_token(policy)
         return inside + (0 if self.shared_expert_gate is None else 1 + self.shared_expert_gate.in_features)
 
     def unread_bytes(self, rows: int) -> float:
@@ -278,9 +286,9 @@ class MoE(Layer):
         return self.tp.reduce_scatter(y, 1), self.tp.divide_gradient(router_logits)
 
     def _add_shared(self, y: Tensor, rows: Tensor) -> Tensor:
-        if self.shared_expert is None:
+        if (mlp := self.shared) is None:
             return y
-        shared = (self.shared_expert if self.tp is None else self.shared_expert.unreduced)(rows)
+        shared = (mlp if self.tp is None else mlp.unreduced)(rows)
         if self.shared_expert_gate is None:
             return y + shared
         return torch.addcmul(y, apply_linear(self.shared_expert_gate, rows).sigmoid(), shared)
