@@ -10,18 +10,33 @@
 - q, k and v have biases with `attention_bias`, and each head of q and of k a norm with `use_qk_norm`. `head_dim` is 128
   in released files, and hidden_size / num_attention_heads where the file does not say.
 - On disk an expert is three tensors, as in all released files; stacked ones load too.
+- The layer after the last, number 46 of Air and 92 of the others, is one for multi-token prediction. Saving copies it
+  from the checkpoint that the model came from; `training.load_mtp` reads it, to train it and to draft with it. It has
+  copies of the embedding and of the head, which are not read: the model's own stand for them.
 - There is no load-balancing loss: `output_router_logits` adds the logits alone.
 
 Paper: GLM-4.5 Team 2025, https://arxiv.org/abs/2508.06471.
-Checked against: models/glm4_moe/modeling_glm4_moe.py of transformers 5.24.
+Checked against: models/glm4_moe/modeling_glm4_moe.py and modeling_layers.py (MtpLayer) of transformers 5.24.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ligermodels.arch.base import CausalLM
 from ligermodels.arch.block import RoutedBlock, attention, by_expert, gated_mlp, mixture
 from ligermodels.arch.config import RoutedConfig
+from ligermodels.errors import ConfigError
+from ligermodels.layers import MultiTokenPrediction
+
+AHEAD = "model.layers.{layers}."
+MTP_NAMES = {
+    "mtp.fc.weight": AHEAD + "eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": AHEAD + "enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": AHEAD + "hnorm.weight",
+    "mtp.norm.weight": AHEAD + "shared_head.norm.weight",
+    "mtp.layers.{i}.{rest}": AHEAD + "{rest}",
+}
 
 
 @dataclass(kw_only=True)
@@ -30,7 +45,7 @@ class Glm4MoeConfig(RoutedConfig):
 
     model_type: ClassVar[str] = "glm4_moe"
     architecture: ClassVar[str] = "Glm4MoeForCausalLM"
-    aliases: ClassVar = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+    aliases: ClassVar = {"num_local_experts": "n_routed_experts"}
     unused: ClassVar = frozenset({"num_nextn_predict_layers"})
     partial_rotary: ClassVar[bool] = True
     router_aux_loss_coef: ClassVar = None  # type: ignore[misc]  # no field: there is no such loss
@@ -85,5 +100,15 @@ class Glm4Moe(CausalLM):
     config_class = Glm4MoeConfig
     block_class = Glm4MoeBlock
 
-    DISK_NAMES: ClassVar = by_expert()
-    OTHER_LAYOUTS = ({},)
+    DISK_NAMES: ClassVar = {**by_expert(), **by_expert("mtp.layers.{i}.", AHEAD), **MTP_NAMES}
+    OTHER_LAYOUTS = (MTP_NAMES,)
+    IGNORE = (*CausalLM.IGNORE, r"^model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$")
+    COPIED_ON_SAVE = (r"^model\.layers\.{layers}\.",)
+
+    @staticmethod
+    def make_mtp(config: Glm4MoeConfig) -> MultiTokenPrediction:
+        """The layer after the last, uninitialised. Raises ConfigError for several, which were never released."""
+        if (count := config.extra.get("num_nextn_predict_layers", 1)) != 1:
+            raise ConfigError(f"{config.model_type}: num_nextn_predict_layers={count!r} is not supported; supported: 1")
+        block = Glm4MoeBlock(dataclasses.replace(config, first_k_dense_replace=0), 0)
+        return MultiTokenPrediction(config.hidden_size, [block], dict(eps=config.rms_norm_eps))

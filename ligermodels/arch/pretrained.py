@@ -28,7 +28,7 @@ from ligermodels.layers import LMHead
 from ligermodels.layers.base import fp32_names, init_weights
 from ligermodels.processes import Processes
 from ligermodels.training.files import reshard
-from ligermodels.training.mtp import empty_mtp
+from ligermodels.training.mtp import alone_with, empty_mtp
 
 _HUB_OPTIONS = ("repo_id", "private", "revision", "create_pr", "commit_message", "token")
 
@@ -44,7 +44,8 @@ class Pretrained(nn.Module):
     IGNORE: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
     """Patterns of names on disk that are not loaded."""
     COPIED_ON_SAVE: ClassVar[tuple[str, ...]] = ()
-    """Patterns of names that are not loaded either, and that saving copies from the checkpoint of the model."""
+    """Patterns of names that are not loaded either, and that saving copies from the checkpoint of the model; {layers}
+    is the number of blocks."""
 
     config: Any
     generation_config: Any
@@ -147,8 +148,8 @@ class Pretrained(nn.Module):
             the GPU.
         allow_pickle: reads pytorch_model.bin where there are no safetensors. activation_checkpointing: as in
             `from_config`.
-        mtp_loss_weight: reads the layer `mtp.*` of the checkpoint too, as `training.load_mtp` does, with this weight of
-            its loss; None: it is not read.
+        mtp_loss_weight: reads the layer for multi-token prediction too, as `training.load_mtp` does, with this weight
+            of its loss; None: it is not read.
         mesh: a DeviceMesh. `ligermodels.parallel.parallelize` shards the model over its processes before it is loaded;
             each process calls this, and reads its own rows onto its device. parallel: options of `parallelize`.
         options: fields of the config to change, such as use_cache=False. Arguments of transformers that change nothing
@@ -179,7 +180,7 @@ class Pretrained(nn.Module):
             if config is not None and dtype == "auto" and (of_file := model._dtype_of(opened.headers)):
                 model.config.dtype = str(of_file).removeprefix("torch.")
                 model.to(of_file)
-            model.carried = tuple(name for name in opened.headers if cls.carries(name))
+            model.carried = tuple(name for name in opened.headers if model.carries(name))
             if (folder / "generation_config.json").is_file():
                 generation = read_json(folder / "generation_config.json", lenient=True)
                 model.generation_config = GenerationConfig.of_file(generation)
@@ -370,10 +371,17 @@ class Pretrained(nn.Module):
             finally:
                 self.mtp = mtp
             values["quantization_config"] = quantizer.to_dict()
-        if beside:
-            tensors.add({weights.plain_name(name): (x.detach(), ()) for name, x in beside.items()})
-        elif self.carried:
-            tensors.add({name: (x, ()) for name, x in self._read_carried().items()})
+        beside = {weights.plain_name(name): x.detach() for name, x in beside.items()}
+        boxes: dict[str, Any] = {name: (x, ()) for name, x in beside.items()}
+        carried = () if beside else self.carried
+        if self.mtp is not None:
+            alone, (table, *others) = alone_with(self, empty), (self.DISK_NAMES, *self.OTHER_LAYOUTS)
+            boxes = {box.source: (beside[box.param], box.index) for box in weights.regions(alone, table)}
+            read = {box.source for other in others for box in weights.regions(alone, other)} | boxes.keys()
+            carried = tuple(name for name in self.carried if name not in read)
+        tensors.add(boxes)
+        if carried:
+            tensors.add({name: (x, ()) for name, x in self._read_carried(carried).items()})
         files: dict[str, Any] = {"config.json": json_bytes(values)}
         if self.generation_config:
             settings = {name: value for name, value in self.generation_config.items() if value is not None}
@@ -382,14 +390,14 @@ class Pretrained(nn.Module):
             files = {**companion_files(self.source_folder, target), **files}
         return tensors, files, metadata
 
-    def _read_carried(self) -> dict[str, Tensor]:
-        """The tensors of the checkpoint that the model came from that it does not have. Warns where they are gone."""
+    def _read_carried(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Tensors of the checkpoint that the model came from that it does not have. Warns where they are gone."""
         try:
             with reading.open_checkpoint(cast(Path, self.source_folder)) as reader:
-                return {name: reader.read(name) for name in self.carried}
+                return {name: reader.read(name) for name in names}
         except (CheckpointError, HubError, KeyError) as error:
             warnings.warn(
-                f"{len(self.carried)} tensors such as {self.carried[0]} are not in what is saved: they would be copied "
+                f"{len(names)} tensors such as {names[0]} are not in what is saved: they would be copied "
                 f"from {self.source_folder}, which cannot be read any more ({error})",
                 stacklevel=5,
             )
@@ -423,7 +431,7 @@ class Pretrained(nn.Module):
     @property
     def names_on_disk(self) -> weights.Names:
         return weights.Names(
-            self.DISK_NAMES, self.OTHER_LAYOUTS, (*self.IGNORE, *self.COPIED_ON_SAVE), self.tied_weights
+            self.DISK_NAMES, self.OTHER_LAYOUTS, (*self.IGNORE, *self._copied_on_save), self.tied_weights
         )
 
     def names_in_fp32(self, table: weights.Table) -> set[str]:
@@ -437,10 +445,18 @@ class Pretrained(nn.Module):
         floats = {info.dtype for name, info in headers.items() if name not in exact} & set(weights.FLOATS)
         return functools.reduce(torch.promote_types, floats) if floats else None
 
-    @classmethod
-    def carries(cls, name: str) -> bool:
+    @property
+    def _copied_on_save(self) -> tuple[str, ...]:
+        layers = str(self.config.num_hidden_layers)
+        return tuple(pattern.replace("{layers}", layers) for pattern in self.COPIED_ON_SAVE)
+
+    def carries(self, name: str) -> bool:
         """Whether a tensor of this name is not loaded, and copied when the model is saved."""
-        return any(re.search(pattern, name) for pattern in cls.COPIED_ON_SAVE)
+        return any(re.search(pattern, name) for pattern in self._copied_on_save)
+
+    def ignores(self, name: str) -> bool:
+        """Whether nothing here ever reads a tensor of this name."""
+        return any(re.search(pattern, name) for pattern in self.IGNORE)
 
     @property
     def tied_weights(self) -> dict[str, str]:

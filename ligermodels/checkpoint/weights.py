@@ -8,9 +8,10 @@ whole on each rank. A weight has the same name on disk, unless the table of its 
      "model.layers.{i}.mlp.experts.gate_up_proj": (EXPERT + "w1.weight", EXPERT + "w3.weight"),  # EXPERT has {i}, {e}
      "model.visual.{rest}": "visual.{rest}"}
 
-`{i}` is a layer's number, `{w}` is weight or bias, `{rest}` is the rest of the name. Keys match whole names; the first
-that matches counts. Sources with `{e}` are stacked on dim 0. A tuple splits the rows into equal parts, in order. Names
-of tensors with another order of rows, or with the last two dims swapped, are in a `Rearranged`:
+`{i}` is a layer's number, `{w}` is weight or bias, `{rest}` is the rest of the name, and on disk `{layers}` is how many
+layers there are. Keys match whole names; the first that matches counts. Sources with `{e}` are stacked on dim 0. A
+tuple splits the rows into equal parts, in order. Names of tensors with another order of rows, or with the last two dims
+swapped, are in a `Rearranged`:
 
     {EXPERTS + "gate_up_proj": Rearranged(  # ours is [E, 2 I, H]: all of gate, then up; on disk [E, H, 2 I]: in turn
         EXPERTS + "gate_up_proj", order=lambda rows, config: to_halves(rows, 1), dim=1, transposed=True)}
@@ -180,6 +181,7 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
     patterns = [(_pattern(ours), theirs) for ours, theirs in table.items()]
     by_source: dict[str, Region] = {}
     parts, config = row_parts(model), getattr(model, "config", None)
+    layers = getattr(config, "num_hidden_layers", None)
     order_of = functools.cache(functools.partial(_order, config=config))
     for name, param in named_weights(model):
         plain = plain_name(name)
@@ -197,7 +199,7 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
             for k, source in enumerate(sources):
                 index: tuple[int | slice, ...] = () if expert is None else (expert,)
                 index += (slice(k * rows, (k + 1) * rows),) if rows else ()
-                on_disk = source.format(**groups, e=expert) if match else plain
+                on_disk = source.format(**groups, e=expert, layers=layers) if match else plain
                 plainly = row.order is None and not row.transposed
                 order = None if plainly else order_of(row, name, _box_shape(shape, index))
                 region = Region(name, index, on_disk, order, row.dim, row.transposed)

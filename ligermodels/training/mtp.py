@@ -1,20 +1,20 @@
-"""The layer for multi-token prediction that a checkpoint has beside its model: `mtp.*` of Qwen3.5.
+"""The layer for multi-token prediction that a checkpoint has beside its model: `mtp.*` of Qwen3.5 and Qwen3-Next, and
+the layer after the last of GLM-4.5.
 
 `load_mtp` reads it as `model.mtp`. It is then trained with the model, saved with it, and drafts for it in
-`generate(use_mtp=True)`. Without `load_mtp` nothing is lost: saving copies `mtp.*` from the checkpoint of the model.
+`generate(use_mtp=True)`. Without `load_mtp` nothing is lost: saving copies it from the checkpoint of the model.
 """
 
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ligermodels.checkpoint import reading, weights
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import MultiTokenPrediction
 from ligermodels.layers.base import init_weights
-
-PREFIX = "mtp."
 
 
 def add_mtp(model: Any, *, loss_weight: float = 0.1, freeze: bool = False, seed: int = 0) -> MultiTokenPrediction:
@@ -34,7 +34,7 @@ def add_mtp(model: Any, *, loss_weight: float = 0.1, freeze: bool = False, seed:
 def load_mtp(
     model: Any, folder: str | Path | None = None, *, loss_weight: float = 0.1, freeze: bool = False
 ) -> MultiTokenPrediction:
-    """Gives the model the layer `mtp.*` of a checkpoint as `model.mtp`; returns it. Call it before sharding.
+    """Gives the model the layer of a checkpoint as `model.mtp`; returns it. Call it before sharding.
 
     folder: by default the one that the model came from. Other arguments as in `add_mtp`.
     Raises CheckpointError where the checkpoint has no such layer or one of another size, and InputError as `add_mtp`.
@@ -43,18 +43,27 @@ def load_mtp(
     if folder is None and model.source_folder is None:
         raise InputError("load_mtp: the model came from no folder; give one that has mtp.*, or call add_mtp")
     with reading.open_checkpoint(source) as reader, torch.no_grad():
-        wanted = {PREFIX + name: weight for name, weight in weights.named_weights(mtp)}
-        stored = {name: info.shape for name, info in reader.headers.items() if name.startswith(PREFIX)}
-        if wrong := sorted(
-            n for n in wanted.keys() | stored.keys() if n not in wanted or stored.get(n) != wanted[n].shape
-        ):
+        alone, names = alone_with(model, mtp), model.names_on_disk
+        parameters = dict(weights.named_weights(alone))
+        boxes = {box.source: box for box in weights.regions(alone, names.found(alone, reader.headers).table)}
+        wanted = {name: box.shape(parameters[box.param].shape) for name, box in boxes.items()}
+        stored = {name: info.shape for name, info in reader.headers.items() if model.carries(name)}
+        stored = {name: shape for name, shape in stored.items() if name in wanted or not model.ignores(name)}
+        if wrong := sorted(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name)):
             first = wrong[0]
             has = f"{first} is {list(stored[first])}" if first in stored else f"it has no {first}"
-            expects = f"{list(wanted[first].shape)}" if first in wanted else "no such tensor"
+            expects = f"{list(wanted[first])}" if first in wanted else "no such tensor"
             raise CheckpointError(f"{source}: {has}, and the layer of this model {expects}; {len(wrong)} differ")
-        for name, weight in wanted.items():
-            weight.copy_(reader.read(name))
+        for name, box in boxes.items():
+            parameters[box.param][box.index].copy_(box.from_disk(reader.read(name)))
     return _attach(model, mtp, freeze)
+
+
+def alone_with(model: Any, mtp: nn.Module) -> nn.Module:
+    """A module that has the layer under its name in the model, and nothing else, for the tables of names on disk."""
+    alone = nn.Module()
+    alone.mtp, alone.config = mtp, model.config
+    return alone
 
 
 def _empty(model: Any, loss_weight: float) -> MultiTokenPrediction:
@@ -68,7 +77,7 @@ def _empty(model: Any, loss_weight: float) -> MultiTokenPrediction:
 def check_has_mtp(model: Any) -> None:
     """Raises InputError for a model of an architecture that has no layer for multi-token prediction."""
     if not hasattr(model, "make_mtp"):
-        raise InputError(f"{type(model).__name__} has no layer for multi-token prediction; Qwen3_5 has")
+        raise InputError(f"{type(model).__name__} has no layer for multi-token prediction")
 
 
 def empty_mtp(model: Any, loss_weight: float) -> MultiTokenPrediction:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from transformers.modeling_layers import MtpLayer
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm, Qwen3_5TextRotaryEmbedding
 
@@ -16,8 +17,8 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import generate, generate_iter, graphs
 from ligermodels.generation.drafters import DraftingEngine, MultiToken
 from ligermodels.training import AdamW, add_lora, add_mtp, load_mtp
-from tests.arch import qwen2_vl, qwen3_vl
-from tests.arch.suite import read_tensors, relative, write_checkpoint
+from tests.arch import qwen2_vl, qwen3_vl, test_glm4_moe, test_qwen3_next
+from tests.arch.suite import edit_config, read_tensors, relative, theirs, write_checkpoint
 from tests.arch.test_qwen3_5 import tiny
 
 BOUNDS = torch.tensor([0, 9, 11, 12, 24], dtype=torch.int32)
@@ -407,3 +408,62 @@ def test_the_model_with_images_keeps_it_and_drafts(tmp_path):
     for given in (dict(input_ids=ids), inputs):
         assert torch.equal(generate(model, use_mtp=True, **given, **options), generate(model, **given, **options))
     assert model.train()(**inputs, labels=inputs["input_ids"]).mtp_loss > 0
+
+
+# Of mixtures of experts.
+
+
+@pytest.fixture(params=["qwen3_next", "glm4_moe"])
+def mixture(request, tmp_path):
+    """(a folder, the layer by transformers, its rotation): the layer is the last of three blocks of transformers."""
+    of_next = request.param == "qwen3_next"
+    tiny = test_qwen3_next.tiny(layer_types=["linear_attention", *["full_attention"] * 2])
+    tiny = {**(tiny if of_next else test_glm4_moe.tiny(use_qk_norm=True)), "num_hidden_layers": 3}
+    folder = write_checkpoint(tiny, tmp_path / "source", norm=0.0 if of_next else 1.0)
+    hf, size = theirs(folder), tiny["hidden_size"]
+    layer = MtpLayer(hf.config, type(hf.model.layers[2]), type(hf.model.norm), 2)
+    for norm in (layer.enorm, layer.hnorm, layer.post_norm):
+        torch.nn.init.normal_(norm.weight)
+    layer.mtp_block = hf.model.layers[2]
+    names = dict(eh_proj="mtp.fc", enorm="mtp.pre_fc_norm_embedding", hnorm="mtp.pre_fc_norm_hidden")
+    names["post_norm"], block = "mtp.norm", "mtp.layers.0."
+    if not of_next:
+        block = "model.layers.2."
+        names = {name: block + name for name in names} | {"post_norm": block + "shared_head.norm"}
+    tensors = {name.replace("model.layers.2.", block): x for name, x in read_tensors(folder).items()}
+    tensors |= {f"{name}.weight": getattr(layer, ours).weight.detach() for ours, name in names.items()}
+    if not of_next:
+        copies = dict(embed_tokens="model.embed_tokens", **{"shared_head.head": "lm_head"})
+        tensors |= {f"{block}{name}.weight": tensors[f"{copied}.weight"].clone() for name, copied in copies.items()}
+    (file,) = folder.glob("*.safetensors")
+    save_file(tensors, file, metadata={"format": "pt"})
+    edit_config(folder, num_hidden_layers=2, **(dict(layer_types=tiny["layer_types"][:2]) if of_next else {}))
+    assert tensors[names["eh_proj"] + ".weight"].shape == (size, 2 * size)
+    return folder, layer, hf.model.rotary_emb
+
+
+def test_the_layer_of_a_mixture_is_kept_read_and_trained_as_by_transformers(mixture, tmp_path):
+    folder, layer, rotary = mixture
+    expected = read_tensors(folder)
+    model, ids = ligermodels.load(folder, progress=False), torch.randint(3, 90, (1, 20))
+    convert(folder, tmp_path / "converted", Options())
+    kept = [model.save_pretrained(tmp_path / "kept"), tmp_path / "converted"]
+    load_mtp(model)
+    for saved in (*kept, model.save_pretrained(tmp_path / "read")):
+        tensors = read_tensors(saved)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    both = ligermodels.load(folder, progress=False, mtp_loss_weight=0.3)
+    assert all(torch.equal(x, y) for x, y in zip(both.mtp.parameters(), model.mtp.parameters(), strict=True))
+    hidden, embeds = model(ids, return_logits=False).last_hidden_state[:, :-1], model.model.embed_tokens(ids[:, 1:])
+    mask, positions = torch.full((19, 19), -torch.inf).triu(1)[None, None], torch.arange(19)[None]
+    states = layer(embeds, hidden, rotary(hidden, positions), mask, positions, None)
+    loss = F.cross_entropy(model.lm_head(states[:, :-1]).flatten(0, 1), ids[:, 2:].flatten())
+    assert relative(model.train()(ids, labels=ids).mtp_loss, loss) < 1e-5
+    options = dict(max_new_tokens=12, eos_token_id=())
+    assert torch.equal(generate(model.eval(), ids, use_mtp=True, **options), generate(model, ids, **options))
+
+
+def test_several_layers_of_glm_are_refused():
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers=2"):
+        add_mtp(ligermodels.Glm4Moe.from_config({**test_glm4_moe.tiny(), "num_nextn_predict_layers": 2}))
