@@ -48,7 +48,7 @@ class Glm4MoeConfig(RoutedConfig):
     aliases: ClassVar = {"num_local_experts": "n_routed_experts"}
     unused: ClassVar = frozenset({"num_nextn_predict_layers"})
     partial_rotary: ClassVar[bool] = True
-    router_aux_loss_coef: ClassVar = None  # type: ignore[misc]  # no field: there is no such loss
+    router_aux_loss_coef: ClassVar = None  # type: ignore[assignment, misc]  # no field: there is no such loss
 
     num_key_value_heads: int = 8
     max_position_embeddings: int = 131072

@@ -28,7 +28,6 @@ from ligermodels.arch.config import ModelConfig, RoutedConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.gemma import NORM
 from ligermodels.arch.qwen3_5 import PredictsTokens, Qwen3_5Block, Qwen3_5Config
-from ligermodels.arch.qwen3_moe import Qwen3MoeConfig
 from ligermodels.checkpoint.weights import Rearranged
 
 
@@ -54,7 +53,8 @@ class Qwen3NextConfig(Qwen3_5Config, RoutedConfig):
         super().__post_init__()
         self.mlp_only_layers = self.mlp_only_layers or []
 
-    has_experts = Qwen3MoeConfig.has_experts
+    def has_experts(self, layer: int) -> bool:
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
 class Qwen3NextBlock(Routed, Qwen3_5Block):

@@ -101,6 +101,8 @@ class GatedDeltaNet(JointProjections):
     With `batch.cp` convolution and delta rule compute all tokens of this rank's heads, all else its tokens.
     """
 
+    norm: GatedRMSNorm
+    out_proj: nn.Linear
     is_recurrent = True
     output_name = "out_proj"
 

@@ -23,7 +23,7 @@ class TestGlm4Moe(RoutedSuite):
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16, attention_bias=True,
         use_qk_norm=True, routed_scaling_factor=1.5,
     )  # fmt: skip
-    SWITCHED_OFF = dict(norm_topk_prob=False, num_experts_per_tok=1, routed_scaling_factor=1.0, use_qk_norm=False)
+    SWITCHED_OFF = dict(norm_topk_prob=False, num_experts_per_tok=1, routed_scaling_factor=1.0)
     ALSO = ("in_groups",)
     REAL = {"GLM-4.5-Air": 106_852_245_504, "GLM-4.5": 352_797_814_784}
 

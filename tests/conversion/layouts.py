@@ -69,12 +69,12 @@ def a_checkpoint(folder, family="llama", *, dtype=torch.float32, tied=False, sha
     draw = random.Random(f"{family} {dtype} {tied} {shards} {seed}")
     torch.manual_seed(draw.randrange(1 << 30))
     model = arch.from_config(config, device="meta")
-    params = dict(model.named_parameters())
+    params = dict(weights.named_weights(model))
     tensors = {}
     for region in weights.regions(model, arch.DISK_NAMES):
-        shape = region.shape(params[region.param].shape)
-        bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
-        tensors[region.source] = torch.randn(shape, dtype=dtype) if finite else bits.view(dtype).reshape(shape)
+        shape, kept = region.shape(params[region.param].shape), params[region.param].dtype  # fp32 of some in 16 bits
+        bits = torch.randint(0, 256, (*shape, kept.itemsize), dtype=torch.uint8)
+        tensors[region.source] = torch.randn(shape, dtype=kept) if finite else bits.view(kept).reshape(shape)
     names = draw.sample(sorted(tensors), len(tensors))
     folder.mkdir()
     for name, content in {"config.json": json_bytes(config), **FILES}.items():
@@ -128,7 +128,7 @@ def write_all(root: Path, *, scale: float = 0.1) -> dict[str, Path]:
 def write_dcp(hf: Path, folder: Path) -> None:
     """The model of a folder as a distributed checkpoint, under the names that it has in memory."""
     model = ARCHS[read_json(hf / "config.json")["model_type"]].from_hub(hf, progress=False)
-    state = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    state = {name: tensor.detach() for name, tensor in weights.named_weights(model)}
     shutil.copytree(hf, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
