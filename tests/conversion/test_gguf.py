@@ -29,6 +29,7 @@ from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import MismatchError, Options, convert, inspect, verify
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, TokenizerError
 from ligermodels.text import Tokenizer
+from ligermodels.training import load_mtp
 from tests.arch.test_qwen3_5 import with_images
 from tests.arch.test_qwen3_5_mtp import mtp_tensors
 from tests.conversion import gguf_files
@@ -59,6 +60,10 @@ QWEN3_5 = {
         "mrope_interleaved": True,
     },
 }  # fmt: skip
+GLM4_MOE = {
+    "head_dim": 16, "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "attention_bias": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 MODELS = {
     "llama": ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3}),
     "llama, tied": ("llama", {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
@@ -72,11 +77,14 @@ MODELS = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3.5": ("qwen3_5_text", QWEN3_5),
     "qwen3.5, one key head": ("qwen3_5_text", QWEN3_5 | {"linear_num_key_heads": 1, "tie_word_embeddings": True}),
+    "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "glm4_moe, norms": ("glm4_moe", GLM4_MOE | {"use_qk_norm": True, "attention_bias": False, "norm_topk_prob": False}),
     "phi3": ("phi3", {"sliding_window": 300}),
     "phi3, long": ("phi3", PHI3_LONG),
 }
 OF_FAMILY = {"llama": "llama 3", "mistral": "mistral 0.3", "gemma": "gemma 1", "gemma2": "gemma 2", "qwen2": "qwen 2"}
 OF_FAMILY |= {"mixtral": "mixtral", "phi3": "llama 2", "qwen3": "qwen 2", "qwen3_5_text": "qwen 3.5"}
+OF_FAMILY["glm4_moe"] = "llama 3"
 QUIET = {"progress": False}
 
 
@@ -98,6 +106,9 @@ def model_of(tmp_path_factory):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.5))
+                for name, buffer in model.named_buffers():
+                    if name.endswith("correction_bias"):
+                        buffer.normal_()
             folder = built[name, dtype] = tmp_path_factory.mktemp("model") / "tiny"
             model.save_pretrained(folder)
             add_tokenizer(folder, OF_FAMILY[family])
@@ -132,19 +143,23 @@ NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm", "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "ffn_gate_inp.e_score_correction_bias": "exp_probs_b.bias",
     "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
 }  # fmt: skip
 PLUS_ONE = ("gemma", "gemma2", "qwen3_5_text")
 EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
+EXPERTS |= {"gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps", "up_proj": "ffn_up_exps"}
 
 
 def expected(folder: Path, family: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     config, found, experts = read_json(folder / "config.json"), {}, {}
     for name, x in load_file(folder / "model.safetensors").items():
-        if match := re.fullmatch(r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.(w\d)\.weight", name):
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight", name):
             experts.setdefault(f"blk.{match[1]}.{EXPERTS[match[3]]}.weight", {})[int(match[2])] = x.to(dtype)
             continue
-        after = "post_attention_norm" if family in ("gemma2", "qwen3_5_text") else "ffn_norm"
+        after = "post_attention_norm" if family in ("gemma2", "qwen3_5_text", "glm4_moe") else "ffn_norm"
         ours = name.replace("post_attention_layernorm", after)
         for theirs, its in NAMES.items():
             ours = re.sub(rf"\b{re.escape(theirs)}\b", its, ours)
@@ -190,15 +205,16 @@ def divisor(i: int, dim: int, theta: float = 500000.0) -> float:
 
 def wanted_fields(name: str, rows: int) -> dict:
     family, fields = MODELS[name]
-    arch = {"mistral": "llama", "mixtral": "llama", "qwen3_5_text": "qwen35"}.get(family, family)
+    arch = {"mistral": "llama", "mixtral": "llama", "qwen3_5_text": "qwen35", "glm4_moe": "glm4moe"}
+    arch = arch.get(family, family)
     size = fields.get("head_dim") or 8
-    rotated = {"phi3, long": 6, "qwen3_5_text": 8}
+    rotated = {"phi3, long": 6, "qwen3_5_text": 8, "glm4_moe": 8}
     own = {
         "vocab_size": rows, "context_length": 256, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": size,
         "attention.value_length": size, "rope.dimension_count": rotated.get(name) or rotated.get(family) or size,
         "rope.freq_base": 500000.0 if name == "llama" else 1000000.0 if family == "mixtral" else 10000.0,
-        "attention.layer_norm_rms_epsilon": 1e-5 if family in ("mixtral", "phi3") else 1e-6,
+        "attention.layer_norm_rms_epsilon": 1e-5 if family in ("mixtral", "phi3", "glm4_moe") else 1e-6,
     } | {
         "llama, tied": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
         "mistral, window": {"attention.sliding_window": 64},
@@ -214,6 +230,14 @@ def wanted_fields(name: str, rows: int) -> dict:
                 "ssm.inner_size": 96, "full_attention_interval": 2, "rope.dimension_sections": [2, 1, 1, 0],
             }
             for one, keys in (("qwen3.5", 2), ("qwen3.5, one key head", 1))
+        },
+        **{
+            one: {
+                "expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 24, "expert_shared_count": 1,
+                "expert_weights_norm": normalised, "expert_weights_scale": 1.5, "expert_gating_func": 2,
+                "leading_dense_block_count": 1,
+            }
+            for one, normalised in (("glm4_moe", True), ("glm4_moe, norms", False))
         },
         "phi3": {"attention.sliding_window": 300, "rope.scaling.original_context_length": 4096},
         "phi3, long": {
@@ -353,6 +377,7 @@ REFUSED = [
     ("qwen3_5_text", {**QWEN3_5, "linear_value_head_dim": 8}, r"linear_value_head_dim 8 \(it takes 16"),
     ("qwen3_5_text", {**QWEN3_5, "layer_types": ["full_attention", "linear_attention"]}, "layer_types other than"),
     ("phi3", {"head_dim": 16}, "head_dim 16"),
+    ("glm4_moe", {**GLM4_MOE, "n_routed_experts": 4, "n_group": 2}, "n_group 2"),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
     ("qwen2", {"rope_scaling": LLAMA3}, "rope_type llama3"),
     ("llama", {"rope_scaling": OTHER_ROPE}, "rope_type longrope"),
@@ -453,6 +478,33 @@ def test_gemma_2_27b_is_known_by_its_number_of_layers(tmp_path):
     small_model(tmp_path / "hf", "gemma 2", "gemma2", tie_word_embeddings=True, **sizes)
     to_gguf(tmp_path / "hf", tmp_path / "model.gguf")
     assert load(tmp_path / "model.gguf").config.query_pre_attn_scalar == 8
+
+
+def test_the_layer_after_the_last_of_glm(tmp_path, model_of):
+    """With its copies of the embedding and the head; both sides count it among the blocks."""
+    source = shutil.copytree(model_of("glm4_moe", torch.float32), tmp_path / "tiny")
+    tensors = load_file(source / "model.safetensors")
+    ahead = {
+        "model.layers.2." + name[15:]: x.clone() for name, x in tensors.items() if name.startswith("model.layers.1.")
+    }
+    shapes = {"eh_proj": (32, 64), "enorm": (32,), "hnorm": (32,), "shared_head.norm": (32,)}
+    shapes |= dict.fromkeys(("embed_tokens", "shared_head.head"), tuple(tensors["lm_head.weight"].shape))
+    tensors |= ahead | {f"model.layers.2.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = read_json(source / "config.json") | {"num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    to_gguf(source, tmp_path / "out.gguf", verify="bytes")
+    fields, found = fields_of(tmp_path / "out.gguf"), tensors_of(tmp_path / "out.gguf")
+    assert (fields["glm4moe.block_count"], fields["glm4moe.nextn_predict_layers"]) == (3, 1)
+    names = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "embed_tokens": "embed_tokens"}
+    names |= {"shared_head_norm": "shared_head.norm", "shared_head_head": "shared_head.head"}
+    for theirs, ours in names.items():
+        assert same_bits(found[f"blk.2.nextn.{theirs}.weight"], tensors[f"model.layers.2.{ours}.weight"])
+    convert(tmp_path / "out.gguf", tmp_path / "back", Options(**QUIET))
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == tensors.keys() and all(same_bits(back[name], tensors[name]) for name in tensors)
+    assert load(tmp_path / "back").config.num_hidden_layers == 2
+    load_mtp(load(tmp_path / "out.gguf"))
 
 
 @pytest.mark.filterwarnings("ignore:.*1 . weight")

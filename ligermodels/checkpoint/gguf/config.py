@@ -21,7 +21,7 @@ _SILU, _GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
 FAMILIES = {
     "llama": ("llama", _SILU), "mistral": ("llama", _SILU), "mixtral": ("llama", _SILU), "gemma": ("gemma", _GELU),
     "gemma2": ("gemma2", _GELU), "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU),
-    "qwen3_5_text": ("qwen35", _SILU), "phi3": ("phi3", _SILU),
+    "qwen3_5_text": ("qwen35", _SILU), "phi3": ("phi3", _SILU), "glm4_moe": ("glm4moe", _SILU),
 }  # fmt: skip
 """{model_type: (llama.cpp's architecture, the names of the activation that llama.cpp computes)}."""
 
@@ -43,9 +43,22 @@ _KEYS_OF = {
         "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
         "full_attention_interval": "full_attention_interval",
     },
+    "glm4_moe": {
+        "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
+        "expert_weights_norm": "norm_topk_prob", "expert_weights_scale": "routed_scaling_factor",
+        "leading_dense_block_count": "first_k_dense_replace",
+    },
 }  # fmt: skip
+_ARCHITECTURES = {"qwen3_5_text": "Qwen3_5ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_DEFAULTS = {**_CAPS, "full_attention_interval": 4}
+_FRACTIONS = (*_CAPS, "expert_weights_scale")
+_DEFAULTS = {
+    **_CAPS, "full_attention_interval": 4, "expert_weights_norm": False, "expert_weights_scale": 1.0,
+    "leading_dense_block_count": 0,
+}  # fmt: skip
+_SIGMOID = 2  # expert_gating_func
+_AHEAD = {"qwen3_5_text": "mtp_num_hidden_layers", "glm4_moe": "num_nextn_predict_layers"}
 _SECTIONS = [11, 11, 10]
 """mrope_section of every released Qwen3.5; llama.cpp reads no file without it, and text does not depend on it."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -112,10 +125,10 @@ def sizes_of(metadata: Metadata) -> dict[str, Any]:
     fields = {field: metadata.required(key, defaults.get(key)) for key, field in keys.items()}
     if metadata.get("attention.value_length", fields["head_dim"]) != fields["head_dim"]:
         raise ConfigError(f"{metadata.where}: values and keys of a head have other sizes, which is not supported")
+    if ahead := metadata.get("nextn_predict_layers", 0):
+        fields[_AHEAD[metadata.model_type]] = ahead
+        fields["num_hidden_layers"] -= ahead
     if metadata.model_type == "qwen3_5_text":
-        if ahead := metadata.get("nextn_predict_layers", 0):
-            fields["mtp_num_hidden_layers"] = ahead
-            fields["num_hidden_layers"] -= ahead
         fields["linear_value_head_dim"] = size = fields["linear_key_head_dim"]
         if (inner := metadata.required("ssm.inner_size")) != fields["linear_num_value_heads"] * size:
             raise ConfigError(f"{metadata.where}: ssm.inner_size {inner} is not ssm.time_step_rank heads of {size}")
@@ -137,7 +150,7 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
     activation = FAMILIES[model_type][1][0]
     dtype = str(embedding.dtype).removeprefix("torch.")
     config = {
-        "architectures": [f"{model_type.removesuffix('_text').capitalize()}ForCausalLM"],
+        "architectures": [_ARCHITECTURES.get(model_type, f"{model_type.capitalize()}ForCausalLM")],
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         **fields,
@@ -171,6 +184,13 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
         sections = metadata.items_of("rope.dimension_sections", _SECTIONS)[:3]
         if sum(sections) == rotated // 2:  # else they are those that llama.cpp asks of any file
             config["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
+    elif model_type == "glm4_moe":
+        config["partial_rotary_factor"] = rotated / head_dim
+        config |= {"n_group": metadata.get("expert_group_count", 1), "topk_group": 1}
+        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in headers
+        config["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in headers
+        if (kind := metadata.get("expert_gating_func", _SIGMOID)) != _SIGMOID or config["n_group"] != 1:
+            raise ConfigError(f"{where}: experts in groups, or an expert_gating_func {kind}, are not supported")
     elif model_type == "phi3":
         config["original_max_position_embeddings"] = metadata.get("rope.scaling.original_context_length", context)
         config["partial_rotary_factor"] = rotated / head_dim
@@ -261,9 +281,11 @@ def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | fl
     metadata: dict[str, int | float | str | list[int]] = {"vocab_size": config.vocab_size}
     for key, field in keys.items():
         value = getattr(config, field)
-        metadata[key] = float(value) if key in _CAPS else value  # a cap may be a whole number in config.json
+        metadata[key] = float(value) if key in _FRACTIONS else value  # a cap may be a whole number in config.json
     if mtp_layers:
         metadata |= {"block_count": config.num_hidden_layers + mtp_layers, "nextn_predict_layers": mtp_layers}
+    if kind == "glm4_moe":
+        metadata["expert_gating_func"] = _SIGMOID
     if kind == "qwen3_5_text":
         metadata["full_attention_interval"] = _interval(config.layer_types) or 0
         metadata["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
@@ -326,6 +348,8 @@ def check(model: Any, where: str) -> None:
             odd.append(f"linear_value_head_dim {c.linear_value_head_dim} (it takes {c.linear_key_head_dim}, the key's)")
         if _interval(c.layer_types) is None:
             odd.append("layer_types other than full attention in every n-th layer")
+    if arch == "glm4moe" and c.n_group != 1:
+        odd.append(f"n_group {c.n_group}")
     if arch == "phi3" and c.head_dim * c.num_attention_heads != c.hidden_size:
         odd.append(f"head_dim {c.head_dim} (it takes hidden_size / num_attention_heads)")
     odd += _odd_rope(c, model.decoder.rotary_emb, arch)

@@ -9,7 +9,8 @@
   [channels, size] instead of [channels, 1, size].
 - Norms, biases, routers, convolutions and A_log are float32, whatever the dtype of the matrices is.
 - The experts of a layer are stacked: ffn_gate_exps, ffn_up_exps and ffn_down_exps [experts, rows, columns].
-- The layers for multi-token prediction follow the others as further blk.N; in Hugging Face's they are mtp.layers.
+- The layers for multi-token prediction follow the others as further blk.N; so they do in GLM-4.5's files, and in those
+  of Qwen3.5 they are mtp.layers.
 - A tied head is not stored.
 
 What changes order comes back to the bit. What changes values (1 + w, A_log) is rounded to float32, by at most 6e-8 for
@@ -50,10 +51,22 @@ _OF_FAMILY = {
         "ssm_out": "linear_attn.out_proj", "nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding",
         "nextn.hnorm": "mtp.pre_fc_norm_hidden", "nextn.shared_head_norm": "mtp.norm",
     },
+    "glm4_moe": {
+        "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
+        "ffn_down_exps": "mlp.experts.{}.down_proj", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        "nextn.eh_proj": "eh_proj", "nextn.enorm": "enorm", "nextn.hnorm": "hnorm",
+        "nextn.shared_head_norm": "shared_head.norm", "nextn.shared_head_head": "shared_head.head",
+        "nextn.embed_tokens": "embed_tokens",
+    },
 }  # fmt: skip
 """{llama.cpp's name of a module: Hugging Face's}, of all models and of single ones; {} is the number of an expert."""
-_WITHOUT_MODULE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
-_FLOAT32 = ("block_sparse_moe.gate.weight", "conv1d.weight")
+_WITHOUT_MODULE = {
+    "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}  # fmt: skip
+_FLOAT32 = ("block_sparse_moe.gate.weight", "mlp.gate.weight", "conv1d.weight")
 
 
 class Change(NamedTuple):
@@ -72,7 +85,7 @@ class Layout:
     def __init__(self, arch: str, model_type: str, fields: Mapping[str, Any]):
         self._arch, self._fields = arch, fields
         self._ours = _NAMES | _OF_FAMILY.get(model_type, {})
-        if model_type == "qwen3_5_text":
+        if model_type in ("qwen3_5_text", "glm4_moe"):
             del self._ours["ffn_norm"]
         self._theirs = {ours: theirs for theirs, ours in self._ours.items()}
 
@@ -87,7 +100,7 @@ class Layout:
         if name is None or match[1] is None:
             return name or theirs
         layer, layers = int(match[1]), self._fields["num_hidden_layers"]
-        if layer >= layers:  # a layer for multi-token prediction
+        if layer >= layers and self._arch == "qwen35":  # a layer for multi-token prediction
             return name if name.startswith("mtp.") else f"mtp.layers.{layer - layers}.{name}"
         return f"model.layers.{layer}.{name}"
 

@@ -75,7 +75,9 @@ class GgufTarget:
         writer.add_file_type(getattr(gguf.LlamaFileType, _FILE_TYPES[sizes.most_common(1)[0][0]]))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
-        mtp_layers = len({match[1] for name in view.headers if (match := re.match(r"mtp\.layers\.(\d+)\.", name))})
+        add[bool] = writer.add_bool
+        layers = {match[0] for name in view.headers if (match := re.match(r"(model|mtp)\.layers\.\d+\.", name))}
+        mtp_layers = len(layers) - config.num_hidden_layers
         for key, value in metadata_of(config, rotary, mtp_layers).items():
             add[type(value)](f"{arch}.{key}", value)
         strips = add_tokenizer(writer, view.files(), open_tokenizer, config.vocab_size, view.source)
