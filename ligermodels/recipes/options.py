@@ -224,8 +224,8 @@ class TextOptions(TrainOptions):
         False, "run each step as a CUDA graph, its forwards padded to --batch-tokens: faster when the CPU is the "
         "bottleneck (small models or batches)", group="CUDA graphs and multi-token prediction")
     mtp_loss_weight: float = option(  # type: ignore[misc]
-        0.0, "train the model's layer for multi-token prediction too (Qwen3.5's mtp.*), with this weight of its loss, "
-        "such as 0.1; 0: it is copied into the result", least=0, excludes=("lora_r",))
+        0.0, "train the model's layer for multi-token prediction too, such as mtp.* of Qwen3.5, with this weight of "
+        "its loss, such as 0.1; 0: it is copied into the result", least=0, excludes=("lora_r",))
     # fmt: on
 
 

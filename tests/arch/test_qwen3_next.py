@@ -5,6 +5,7 @@ import torch
 
 import ligermodels
 from ligermodels.conversion import Options, convert
+from ligermodels.errors import ConfigError
 from ligermodels.training import add_lora, load_adapter, merge_lora, save_adapter
 from tests.arch.suite import (
     LOGITS,
@@ -78,3 +79,8 @@ def test_an_adapter_is_saved_in_the_order_of_the_disk(tmp_path):
     for found in (read_tensors(tmp_path / "merged"), read_tensors(tmp_path / "converted")):
         assert found.keys() == wanted.keys()
         assert all(relative(found[name], wanted[name]) < LOGITS for name in wanted)
+
+
+def test_windows_are_refused():
+    with pytest.raises(ConfigError, match="use_sliding_window=True is not supported"):
+        ligermodels.Qwen3NextConfig.from_hf(tiny(use_sliding_window=True))
