@@ -347,10 +347,12 @@ class Pretrained(nn.Module):
         config.dtype = str(self._saved_dtype(state)).removeprefix("torch.")
         beside = {name: x for name, x in state.items() if weights.plain_name(name).startswith("mtp.")}
         state = {name: x for name, x in state.items() if name not in beside}
+        boxes: dict[str, Any] = {weights.plain_name(name): (x.detach(), ()) for name, x in beside.items()}
         if self.mtp is not None:
             empty = empty_mtp(self, self.mtp.loss_weight)
             layer = {f"mtp.{name}": tensor.shape for name, tensor in weights.named_weights(empty)}
-            stored = {weights.plain_name(name): x.shape for name, x in beside.items()}
+            sharded = weights.Exported(boxes, weights.row_parts(self))
+            stored = {name: info.shape for name, info in sharded.headers.items()}
             if differ := sorted(name for name in {*layer, *stored} if layer.get(name) != stored.get(name)):
                 raise CheckpointError(
                     f"The weights cannot be saved.\n  {', '.join(differ[:3])} and {len(differ)} in all are missing, or "
@@ -371,12 +373,10 @@ class Pretrained(nn.Module):
             finally:
                 self.mtp = mtp
             values["quantization_config"] = quantizer.to_dict()
-        beside = {weights.plain_name(name): x.detach() for name, x in beside.items()}
-        boxes: dict[str, Any] = {name: (x, ()) for name, x in beside.items()}
         carried = () if beside else self.carried
         if self.mtp is not None:
             alone, (table, *others) = alone_with(self, empty), (self.DISK_NAMES, *self.OTHER_LAYOUTS)
-            boxes = {box.source: (beside[box.param], box.index) for box in weights.regions(alone, table)}
+            boxes = {box.source: (boxes[box.param][0], box.index) for box in weights.regions(alone, table)}
             read = {box.source for other in others for box in weights.regions(alone, other)} | boxes.keys()
             carried = tuple(name for name in self.carried if name not in read)
         tensors.add(boxes)

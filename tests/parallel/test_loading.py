@@ -20,7 +20,7 @@ from ligermodels.errors import HubError, InputError, LigermodelsError
 from ligermodels.layers import moe
 from ligermodels.layers.base import fp32_names
 from ligermodels.parallel import Checkpoints
-from ligermodels.training import AdamW
+from ligermodels.training import AdamW, add_mtp
 from tests.arch import toy_family
 from tests.parallel.ranks import on_ranks, one_rank
 from tests.tiny import ExactRouter
@@ -36,6 +36,7 @@ FAMILIES = {  # each with rows that neither 2 nor 4 ranks share evenly
     "one-expert": dict(model_type="mixtral", num_local_experts=1, num_experts_per_tok=1),
     "hybrid": dict(model_type="qwen3_5_text", head_dim=8, full_attention_interval=2, linear_num_key_heads=2,
                    linear_num_value_heads=6, linear_key_head_dim=5, linear_value_head_dim=3),
+    "ahead": dict(model_type="glm4_moe", n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=20),
     "packed": dict(model_type="phi3"),  # and with biases, see PackedBlock
     "toy": dict(toy_family.SIZES, vocab_size=98, intermediate_size=44, dtype="bfloat16"),  # and a gain in fp32
 }  # fmt: skip
@@ -69,6 +70,8 @@ def random(family, **options):
 
 def write(family, folder):
     model = random(family, device="cpu")
+    if family == "ahead":
+        add_mtp(model)
     generator = torch.Generator().manual_seed(4)
     for _, weight in named_weights(model):
         if weight.ndim == 1:
@@ -85,6 +88,15 @@ def assert_same_files(found, expected):
     found, expected = files_of(found), files_of(expected)
     assert found.keys() == expected.keys()
     assert not (different := [name for name in expected if found[name] != expected[name]]), different
+
+
+def assert_same_tensors(found, expected):
+    """In whichever files."""
+    found, expected = (
+        {name: x for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
+        for folder in (found, expected)
+    )
+    assert found.keys() == expected.keys() and all(same_bits(found[name], expected[name]) for name in expected)
 
 
 def assert_same_model(sharded, whole):
@@ -119,6 +131,13 @@ def on_two_ranks(folder):
     load_and_save(
         folder, ["hybrid", "packed", "toy"], init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     )
+
+    for dim in ("dp_shard", "tp"):  # with the layer for multi-token prediction, which is made of experts too
+        sizes = dict(dp_shard=2) if dim == "dp_shard" else dict(dp_shard=1, tp=2)
+        spread = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        model = load(folder / "ahead", mesh=spread, mtp_loss_weight=0.1)
+        model.save_pretrained(folder / f"ahead-{dim}", max_shard_size="20KB")
+        assert_same_tensors(folder / f"ahead-{dim}", folder / "ahead")
 
     # After a forward pass, which leaves the last group gathered in bf16.
     model = load(folder / "biases", mesh=mesh, parallel=dict(param_dtype=torch.bfloat16))
