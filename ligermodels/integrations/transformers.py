@@ -38,16 +38,17 @@ from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.output import GenerationConfig
 from ligermodels.arch.trainers import TrainerInterface
-from ligermodels.checkpoint.weights import named_weights
+from ligermodels.checkpoint.weights import Rearranged, named_weights
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import LMHead
 from ligermodels.layers.linear import JointProjections
 
 _CAUSAL = {arch.config_class.architecture: arch for arch in ARCHS.values()}
 _SCORED = {
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[arch.config_class.model_type]: arch
+    scored: arch
     for name, arch in _CAUSAL.items()
-    if name.endswith("ForCausalLM")
+    if (scored := MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(arch.config_class.model_type))
+    and name.endswith("ForCausalLM")
 }
 """{name of a class of transformers, and of the class made here: our class for its model_type}."""
 
@@ -98,6 +99,7 @@ class _Model:
         """
         if is_deepspeed_zero3_enabled():
             raise InputError("ZeRO-3 would shard this model while it is built; load it with ligermodels.load instead")
+        _check_order(self.arch)
         return self.arch.from_config(_config_of(config), dtype=torch.get_default_dtype(), device=torch.empty(0).device)
 
     def train(self: Any, mode: bool = True) -> Any:
@@ -330,9 +332,11 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     From then on `resize_token_embeddings` of either model raises InputError: the other would keep the old size.
 
     Raises InputError for a model that PEFT or another library wraps, that is sharded, offloaded, of the user's own
-    class, or whose parameters are not those of its config; ConfigError for a config with unsupported values.
+    class, of a family whose rows have another order here, or whose parameters are not those of its config;
+    ConfigError for a config with unsupported values.
     """
     arch = _arch_of(model)
+    _check_order(arch)
     theirs: dict[str, Any] = dict(named_weights(model))
     native: Any = arch._on_meta(_config_of(model.config), model.dtype, "none")
     modules = dict(model.named_modules())
@@ -393,6 +397,16 @@ def _arch_of(model: Any) -> type[CausalLM]:
             "device_map, load by ligermodels.integrations.transformers.AutoModelForCausalLM"
         )
     return _CAUSAL[name]
+
+
+def _check_order(arch: type[CausalLM]) -> None:
+    """Raises InputError for a family whose rows have another order in memory than in every checkpoint of it."""
+    tables = arch.DISK_NAMES, *arch.OTHER_LAYOUTS
+    if all(any(isinstance(row, Rearranged) for row in table.values()) for table in tables):
+        raise InputError(
+            f"the rows of a {arch.__name__} have another order in memory than those of transformers' model: save that "
+            "model, and load the folder with ligermodels.load"
+        )
 
 
 def _config_of(config: PreTrainedConfig) -> ModelConfig:

@@ -214,6 +214,12 @@ class GatedDeltaNet(JointProjections):
         projected = apply_linears(self.joint_modules, x)
         if not self.joined:
             return projected
+        for name, module in zip(self.joint_names, self.joint_modules, strict=True):
+            if type(module).__module__.startswith("peft."):
+                raise InputError(
+                    f"PEFT would save its adapter of {name} with the rows in the order of memory, which is another on "
+                    "disk: use ligermodels.training.add_lora, whose files PEFT loads, or leave it out of target_modules"
+                )
         qkvz, ba = projected
         return *qkvz.tensor_split([sum(self.sizes)], -1), *ba.chunk(2, -1)
 

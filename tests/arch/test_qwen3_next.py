@@ -1,11 +1,14 @@
 """Qwen3-Next: Qwen3.5's mixers with rows in another order on disk, and experts with a shared one."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
 
 import ligermodels
 from ligermodels.conversion import Options, convert
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.training import add_lora, load_adapter, merge_lora, save_adapter
 from tests.arch.suite import (
     LOGITS,
@@ -84,3 +87,12 @@ def test_an_adapter_is_saved_in_the_order_of_the_disk(tmp_path):
 def test_windows_are_refused():
     with pytest.raises(ConfigError, match="use_sliding_window=True is not supported"):
         ligermodels.Qwen3NextConfig.from_hf(tiny(use_sliding_window=True))
+
+
+def test_an_adapter_of_peft_on_our_rows_is_refused():
+    peft = pytest.importorskip("peft")
+    model = ligermodels.Qwen3Next.from_config(tiny(), dtype=torch.float32)
+    for name, taken in (("out_proj", True), ("in_proj_ba", False)):
+        wrapped = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=[name]))
+        with contextlib.nullcontext() if taken else pytest.raises(InputError, match=r"of in_proj_ba .*add_lora"):
+            wrapped(torch.randint(3, 90, (1, 5)))

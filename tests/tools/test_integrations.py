@@ -18,7 +18,7 @@ from ligermodels.generation import graphs
 from ligermodels.integrations import transformers as bridge
 from ligermodels.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ligermodels.layers import moe
-from tests.arch import llama_vision, qwen2_vl, qwen3_vl
+from tests.arch import llama_vision, qwen2_vl, qwen3_vl, suite, test_glm4_moe, test_qwen3_next
 from tests.checkpoint.test_weights import Scaled
 from tests.tiny import ExactRouter
 from tests.tools.models import OWN, SIZES, write_checkpoint
@@ -342,3 +342,19 @@ def test_what_stays_in_fp32(tmp_path, monkeypatch):
     assert {torch.float32, torch.bfloat16} == {*dtypes.values()}
     assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
     assert torch.equal(model(ids()).logits, ours(ids()).logits)
+
+
+def test_a_family_whose_rows_have_another_order_is_refused(tmp_path):
+    folder = suite.write_checkpoint(test_qwen3_next.tiny(), tmp_path, norm=0.0)
+    for load in (AutoModelForCausalLM.from_pretrained, lambda path: ligermodels.from_transformers(theirs(path))):
+        with pytest.raises(InputError, match=r"rows of a Qwen3Next have another order .*ligermodels\.load"):
+            load(folder)
+
+
+def test_a_router_in_fp32_and_its_bias_are_shared(tmp_path):
+    folder = suite.write_checkpoint(test_glm4_moe.tiny(attention_bias=True), tmp_path)
+    expected = theirs(folder)
+    for load in (AutoModelForCausalLM.from_pretrained, lambda path: ligermodels.from_transformers(theirs(path))):
+        model = load(folder)
+        assert shapes(model) == shapes(expected)
+        compare(model, expected)
