@@ -5,12 +5,20 @@
 rank_pattern and alpha_pattern name modules with their own r and lora_alpha. DoRA, which scales the rows of the sum, and
 other variants are refused by name, unless the caller computes them.
 
-Checked against: PEFT 0.21, tuners/lora/layer.py and utils/save_and_load.py.
+Adapters of E experts are stored in one of two layouts:
+
+    stacked       experts.base_layer.lora_A.weight [r E, H] and lora_B.weight [2 I, r E] of gate_up_proj, and
+                  experts.lora_A.weight [r E, I] and lora_B.weight [H, r E] of down_proj. The rows of an expert follow
+                  each other in A, its columns are E apart in B. PEFT 0.21 writes it over transformers 5.
+    per expert    experts.3.gate_proj.lora_A.weight [r, H], lora_B.weight [I, r], and so on, by the names that the
+                  weights have on disk. PEFT writes it over transformers 4, and reads it.
+
+Checked against: PEFT 0.21, tuners/lora/layer.py, utils/save_and_load.py and utils/transformers_weight_conversion.py.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +50,10 @@ def _is_flag(value: Any) -> bool:
     return value is None or type(value) is bool
 
 
+def _is_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda x: type(x) is int and x >= 1, "a whole number of 1 or more"),
     "lora_alpha": (
@@ -51,10 +63,8 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lora_dropout": (lambda x: x is None or (type(x) in (int, float) and 0 <= x < 1), "a number from 0 to below 1"),
     "use_rslora": (_is_flag, "true or false"),
     "use_dora": (_is_flag, "true or false"),
-    "modules_to_save": (
-        lambda x: x is None or (isinstance(x, list) and all(isinstance(name, str) for name in x)),
-        "a list of names of modules",
-    ),
+    "modules_to_save": (_is_names, "a list of names of modules"),
+    "target_parameters": (_is_names, "a list of names of weights"),
 }
 """{field of adapter_config.json: (whether a value is valid, what is expected)}."""
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.default)?(\.weight)?")
@@ -74,7 +84,10 @@ def read_options(folder: Path, *, computed: frozenset[str] = frozenset()) -> dic
     options = read_json(path)
     if options.get("peft_type") != "LORA":
         raise CheckpointError(f"{path} has peft_type {options.get('peft_type')!r}; LORA is what is read here")
-    unknown = sorted(key for key, value in options.items() if key not in _FIELDS | computed and value)
+    known, parameters = _FIELDS | computed, options.get("target_parameters")
+    if _is_names(parameters) and all(name.endswith(".weight") for name in parameters or ()):
+        known |= {"target_parameters"}  # of routers and linear modules, whose tensors are named as those of modules
+    unknown = sorted(key for key, value in options.items() if key not in known and value)
     if unknown:
         step = "merge it with PEFT itself (merge_and_unload), and use the result"
         if IN_MEMORY.issuperset(unknown):
@@ -103,7 +116,10 @@ def read_options(folder: Path, *, computed: frozenset[str] = frozenset()) -> dic
 
 
 def size_of(options: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """(r, lora_alpha) of a module."""
+    """(r, lora_alpha) of a module. Where target_parameters names its weight, the patterns name that too."""
+    weight = f".{module}.weight"
+    if any(weight.endswith(f".{end}") for end in options.get("target_parameters") or ()):
+        module += ".weight"
 
     def of(key: str, patterns: str) -> Any:
         table = options.get(patterns) or {}
@@ -116,6 +132,21 @@ def size_of(options: Mapping[str, Any], module: str) -> tuple[int, float]:
 def scale_of(options: Mapping[str, Any], module: str) -> float:
     r, alpha = size_of(options, module)
     return alpha / (math.sqrt(r) if options.get("use_rslora") else r)
+
+
+def stack(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """lora_A [r E, in] and lora_B [out, r E] of stacked experts, from A [E, r, in] and B [E, rows, r] of each part.
+
+    The parts are gate and up, or all rows. Where both have the same A, they share it; else the ranks add up, and B is 0
+    between them. A part without an adapter has r = 0.
+    """
+    (first, _), *others = parts
+    if all(torch.equal(first, a) for a, _ in others):
+        a, b = first, torch.cat([b for _, b in parts], 1)
+    else:
+        a = torch.cat([a for a, _ in parts], 1)
+        b = torch.stack([torch.block_diag(*blocks) for blocks in zip(*(b for _, b in parts), strict=True)])
+    return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
 
 
 def merged(old: Tensor, lora_b: Tensor, lora_a: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,8 +125,11 @@ class Stacked:
 
 def experts(model: nn.Module, quantizer: Quantizer) -> dict[str, Stacked]:
     """{name: stacked weight of experts to quantise}, of a model that is not quantised."""
-    if not quantizer.quantizes_experts:
-        return {}
+    return _not_skipped(model, quantizer) if quantizer.quantizes_experts else {}
+
+
+def _not_skipped(model: nn.Module, quantizer: Quantizer) -> dict[str, Stacked]:
+    """{name: stacked weight of experts} of those that no name in the settings leaves as they are."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Layer)}
     return {
         f"{name}.{weight}": Stacked(module, weight)
@@ -134,6 +137,28 @@ def experts(model: nn.Module, quantizer: Quantizer) -> dict[str, Stacked]:
         for weight in module.stacked
         if not (_is_skipped(name, quantizer) or _is_skipped(f"{name}.{weight}", quantizer))
     }
+
+
+def _check_experts(model: nn.Module, quantizer: Quantizer, chosen: Container[str], source: str | None) -> None:
+    """Raises InputError if experts would stay as they are and no name in the settings says so; warns if they are so on
+    disk, in the quantised checkpoint `source`."""
+    plain = {name: target for name, target in _not_skipped(model, quantizer).items() if name not in chosen}
+    if not plain:
+        return
+    name, target = next(iter(plain.items()))
+    size = sum(getattr(x.experts, x.weight).nbytes for x in plain.values()) / 1e9
+    if source is not None:
+        warnings.warn(
+            f"{source}: the experts, such as {name}, are not quantised in this checkpoint, and take {size:.2f} GB in "
+            f"{target.dtype}; what it was made from, with quantization_config='nf4', has them in 4 bits",
+            stacklevel=5,
+        )
+        return
+    raise InputError(
+        f"quantization_config of {quantizer.quant_method} quantises linear modules alone: the experts, such as {name}, "
+        f"would take {size:.2f} GB in {target.dtype}.\n  Next: quantization_config='nf4' quantises experts too; or "
+        f"name them, to leave them so: {quantizer.skip_field}=['experts']"
+    )
 
 
 def quantised_names(model: nn.Module, quantizer: Quantizer) -> set[str]:
@@ -163,7 +188,8 @@ def load(
     devices: {one of `quantised_names`: its device}, `device` for the rest. Beyond the quantised weights, a device needs
     memory for one weight, and for the quantised experts of one layer. from_quantized: the checkpoint has quantised
     modules; those that are not quantised there stay so.
-    Raises CheckpointError, also for a weight with NaN or infinity.
+    Raises CheckpointError, also for a weight with NaN or infinity, and InputError for experts that the quantiser would
+    leave as they are, unless its settings name them.
     """
     names = names.found(model, reader.headers)
     chosen: dict[str, nn.Linear | Stacked] = {**linears(model, quantizer), **experts(model, quantizer)}
@@ -172,7 +198,9 @@ def load(
         saved = _saved_parts(boxes, chosen, reader)
         chosen = {name: chosen[name] for name in saved}
         taken = {source for modules in saved.values() for parts in modules for source in parts.values()}
+        _check_experts(model, quantizer, chosen, reader.source)
     else:
+        _check_experts(model, quantizer, chosen, None)
         weights.check(model, names, reader.headers, reader.source)
         taken = {box.source for box in boxes if chosen.keys() & {box.param, box.param.rpartition(".")[0]}}
         ours = weights.Renamed(model, reader, names.table, {})

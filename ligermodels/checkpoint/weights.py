@@ -208,6 +208,15 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
     return list(by_source.values())
 
 
+def names_on_disk(name: str, table: Table) -> tuple[str, ...]:
+    """The names on disk of the parts of a weight, with {e} for the number of an expert; () for another order there."""
+    for ours, theirs in table.items():
+        if match := _pattern(ours).fullmatch(name):
+            sources = () if isinstance(theirs, Rearranged) else (theirs,) if isinstance(theirs, str) else theirs
+            return tuple(source.format(**match.groupdict(), e="{e}") for source in sources)
+    return (name,)
+
+
 def _order(row: Rearranged, name: str, shape: tuple[int, ...], config: Any) -> Tensor | None:
     """The order of the rows of a box of `shape`. Raises ValueError for one that does not fit the box."""
     if len(shape) < max(row.dim + 1, 2 * row.transposed):

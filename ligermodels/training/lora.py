@@ -62,8 +62,8 @@ def add_lora(
     modules_to_save: suffixes of the names of modules that are trained whole and saved with the adapter, such as
         "lm_head"; "norm" names all norms. If a tied head or its embedding is named, the head gets its own weight.
     target_parameters: the ends of the names of weights of experts, such as "experts.gate_up_proj", and of routers,
-        "mlp.gate.weight", that also get an adapter, one for each expert, as in PEFT; `targets` may then be []. Not with
-        dropout or DoRA.
+        "mlp.gate.weight", that also get an adapter, one for each expert, as in PEFT; `targets` may then be []. Gate and
+        up share their A. Not with dropout or DoRA.
     dtype: of the adapters; they compute in the dtype of their input. seed: of A, which is uniform in +- 1 / sqrt(in) as
         in PEFT, from a generator of its own; B is zero.
 
@@ -164,12 +164,16 @@ def adapters_off(model: Any) -> Iterator[Any]:
             module.adapter_on = on
 
 
-def save_adapter(model: Any, folder: str | Path) -> Path:
+def save_adapter(model: Any, folder: str | Path, *, per_expert: bool = False) -> Path:
     """Writes the adapters as PEFT does, adapter_config.json and adapter_model.safetensors; returns the folder.
 
     PEFT loads them on transformers' model, `load_adapter` on ours. The files are written beside `folder` and renamed
     when complete; other files in it stay. Every rank of a sharded model calls this, and one writes.
-    Raises InputError for a model without adapters, HubError where the folder cannot be written.
+    per_expert: each expert has tensors of its own, by the names of the weights on disk; see checkpoint/adapters.py.
+        Servers want that of families whose checkpoints are so, such as Mixtral and Qwen3-MoE. A of gate and up is then
+        in the file twice.
+    Raises InputError for a model without adapters, and with per_expert where the experts' adapters have several r or
+    alpha, or the experts of the family are one tensor on disk; HubError where the folder cannot be written.
     """
     linears = _adapted(model, "save_adapter")
     files.reshard(model)
@@ -185,8 +189,16 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
             if name in parameters:
                 rows = files.whole(parameters[name])
                 parameters[name] = torch.cat([region.to_disk(rows[region.index]) for region in regions])
+    each = _all_per_expert(model, experts) if per_expert else {}
+    for key, modules in each.items():
+        owner, weight = experts[key]
+        halves = (files.whole(parameters.pop(f"{key}_adapter.lora_{half}.weight")) for half in "AB")
+        a, b = owner.adapters[weight].by_expert(*halves)
+        for part, rows in zip(modules, b.chunk(len(modules), 1), strict=True):
+            for e, expert in enumerate(part):
+                parameters |= {f"{expert}.lora_A.weight": a[e], f"{expert}.lora_B.weight": rows[e]}
     parameters = {PREFIX + _file_name(name, experts): parameter for name, parameter in parameters.items()}
-    return files.write(folder, parameters, WEIGHTS, {CONFIG: json_bytes(_config(model, linears))})
+    return files.write(folder, parameters, WEIGHTS, {CONFIG: json_bytes(_config(model, linears, each))})
 
 
 def load_adapter(
@@ -206,8 +218,7 @@ def load_adapter(
             f"{folder}: bias={options['bias']!r} trains biases of the base, which is not supported{_MERGE_IT}"
         )
     parts, others = _by_module(folder, adapters.read_tensors(folder, allow_pickle=allow_pickle))
-    stacked = _stacked(model, options.get("target_parameters") or (), f"{folder}/{CONFIG}", CheckpointError)
-    factors = _take_experts(folder, options, stacked, parts)
+    factors = _take_experts(folder, options, model, parts)
     modules, dora = dict(model.named_modules()), bool(options.get("use_dora"))
     sizes: dict[str, tuple[int, float]] = {}
     for name, part in parts.items():
@@ -245,7 +256,7 @@ def load_adapter(
             f"{folder}: of modules_to_save {list(names)}, {', '.join(differ[:3])} differ from this {_kind(model)} in "
             f"name or shape.\n  Likely: {likely}."
         )
-    for name, regions in _rearranged(model, parts, [*stacked, *saved], "load_adapter").items():
+    for name, regions in _rearranged(model, parts, [*factors, *saved], "load_adapter").items():
         for key in parts[name].keys() - {"A"}:
             rows = parts[name][key]
             parts[name][key] = torch.cat([region.from_disk(rows[region.index]) for region in regions])
@@ -265,13 +276,13 @@ def load_adapter(
         with torch.no_grad():
             for key, tensor in part.items():
                 into[key].weight.copy_(tensor)
-    for key, part in factors.items():
-        r, alpha = adapters.size_of(options, key)
+    stacked = stacked_weights(model)
+    for key, (a, b, r, alpha) in factors.items():
         module, name = stacked[key]
         adapter = module.add_adapter(name, r=r, alpha=alpha, rslora=bool(options.get("use_rslora")), dtype=dtype)
         with torch.no_grad():
-            adapter.lora_A.weight.copy_(part["A"])
-            adapter.lora_B.weight.copy_(part["B"])
+            adapter.lora_A.weight.copy_(a)
+            adapter.lora_B.weight.copy_(b)
     with torch.no_grad():
         for name, module in saved.items():
             for key, parameter in _own_parameters(module):
@@ -403,20 +414,97 @@ def _file_name(name: str, experts: Iterable[str]) -> str:
     return name.replace("magnitude_vector.weight", "magnitude_vector")
 
 
+def _modules_per_expert(model: Any, key: str, module: Adaptable, name: str) -> list[list[str]]:
+    """The modules [part][expert] of an adapted weight in files that have an adapter for each expert; a router is one
+    module. [] for experts that are one tensor on disk."""
+    names = weights.names_on_disk(key, getattr(model, "DISK_NAMES", {}))
+    experts = module.operand(name).weight.shape[0]
+    if name in module.stacked and not all("{e}" in source for source in names):
+        return []
+    return [[source.format(e=e).removesuffix(".weight") for e in range(experts)] for source in names]
+
+
+def _all_per_expert(model: Any, experts: Mapping[str, tuple[Adaptable, str]]) -> dict[str, list[list[str]]]:
+    """{name of an adapted weight: `_modules_per_expert`}. Raises InputError where no tool reads such files."""
+    each = {name: _modules_per_expert(model, name, *place) for name, place in experts.items()}
+    for name, (module, _) in experts.items():
+        reason = None if each[name] else f"{name} is one tensor on disk in this {_kind(model)}"
+        if lacking := [weight for weight in module.stacked if weight not in module.adapters]:
+            reason = f"{name} has an adapter and {lacking[0]} beside it has none, which PEFT and vLLM do not read so"
+        if reason:
+            raise InputError(f"save_adapter: per_expert=True, but {reason}: leave per_expert out")
+    adapters_of = [module.adapters[weight] for module, weight in experts.values()]
+    if len(sizes := {(adapter.r, adapter.alpha) for adapter in adapters_of}) > 1:
+        raise InputError(
+            "save_adapter: with per_expert=True the adapters of experts and routers need one r and one alpha, and have "
+            f"{', '.join(f'r={r} and alpha={alpha:g}' for r, alpha in sorted(sizes))}: leave per_expert out"
+        )
+    return each
+
+
 def _take_experts(
-    folder: Path, options: Mapping[str, Any], stacked: Mapping[str, tuple[Adaptable, str]], parts: dict[str, Any]
-) -> dict[str, dict[str, Tensor]]:
-    """{name of a weight: {"A", "B": tensor}} of target_parameters, taken out of `parts` and checked."""
+    folder: Path, options: Mapping[str, Any], model: Any, parts: dict[str, Any]
+) -> dict[str, tuple[Tensor, Tensor, int, float]]:
+    """{name of a weight of experts or routers: its A and B, stacked; r; alpha}, taken out of `parts` and checked.
+
+    Those of target_parameters, and of experts that have tensors of their own.
+    """
+    everything, linears = stacked_weights(model), [f"{name}.weight" for name in _linears(model)]
+    ends = options.get("target_parameters") or ()
+    ends = [end for end in ends if ending(everything, end) or not ending(linears, end)]
+    named = _stacked(model, ends, f"{folder}/{CONFIG}", CheckpointError)
     factors = {}
-    for key, (module, name) in stacked.items():
+    for key, (module, name) in everything.items():
         experts, rows, columns = module.operand(name).weight.shape
-        r, _ = adapters.size_of(options, key)
-        expected = {"A": (r * experts, columns), "B": (rows, r * experts)}
-        part = parts.pop(_file_module(key, stacked), {})
-        if (shapes := {half: tuple(tensor.shape) for half, tensor in part.items()}) != expected:
-            raise CheckpointError(f"{folder}: the adapter of {key} has {shapes}; expected {expected}")
-        factors[key] = part
+        modules = _modules_per_expert(model, key, module, name)
+        if key in named:
+            r, alpha = adapters.size_of(options, key)
+            a, b = _pair(
+                folder, key, parts.pop(_file_module(key, named), {}), (r * experts, columns), (rows, r * experts)
+            )
+            factors[key] = a, b, r, alpha
+        elif any(expert in parts for part in modules for expert in part):
+            factors[key] = _join_experts(folder, options, modules, parts, (rows // len(modules), columns))
     return factors
+
+
+def _join_experts(
+    folder: Path, options: Mapping[str, Any], modules: list[list[str]], parts: dict[str, Any], shape: tuple[int, int]
+) -> tuple[Tensor, Tensor, int, float]:
+    """A and B, stacked, r and alpha of the adapters of `modules` [part][expert], whose weights have `shape`."""
+    rows, columns = shape
+    pairs: list[tuple[Tensor, Tensor]] = []
+    scales: dict[float, tuple[int, float]] = {}
+    for part in modules:
+        if not any(expert in parts for expert in part):  # gate without up, or the other way round
+            pairs.append((torch.empty(len(part), 0, columns), torch.empty(len(part), rows, 0)))
+            continue
+        sizes = {adapters.size_of(options, expert) for expert in part}
+        r, alpha = min(sizes)
+        each = [_pair(folder, expert, parts.pop(expert, {}), (r, columns), (rows, r)) for expert in part]
+        pairs.append((torch.stack([a for a, _ in each]), torch.stack([b for _, b in each])))
+        scales |= {adapters.scale_of(options, expert): (r, alpha) for expert in part}
+        if len(sizes) > 1 or len(scales) > 1:
+            raise CheckpointError(
+                f"{folder}: {part[0]} and the experts beside it have several r or scales in {CONFIG}, and they are "
+                f"computed as one{_MERGE_IT}"
+            )
+    a, b = adapters.stack(pairs)
+    ((r, alpha),) = scales.values()
+    total = a.shape[0] // len(modules[0])
+    return a, b, total, alpha * (math.sqrt(total / r) if options.get("use_rslora") else total / r)
+
+
+def _pair(
+    folder: Path, key: str, part: Mapping[str, Tensor], a: tuple[int, int], b: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """A and B of an adapter of experts, which must have these shapes."""
+    if (shapes := {half: tuple(tensor.shape) for half, tensor in part.items()}) != {"A": a, "B": b}:
+        raise CheckpointError(
+            f"{folder}: the adapter of {key} has {shapes}, expected {dict(A=a, B=b)} by {CONFIG} and this model.\n"
+            "  Likely: the adapter of a model with other experts, or a partial copy."
+        )
+    return part["A"], part["B"]
 
 
 def _text_prefix(model: Any) -> str:
@@ -498,16 +586,27 @@ def _freeze(model: Any, saved: Mapping[str, Any], names: Sequence[str]) -> None:
 # ---- Files ----
 
 
-def _config(model: Any, linears: Mapping[str, Adapted]) -> dict[str, Any]:
+def _config(model: Any, linears: Mapping[str, Adapted], per_expert: Mapping[str, list[list[str]]]) -> dict[str, Any]:
     """adapter_config.json. r and lora_alpha are those of most modules; the patterns name the others. Fields that have
-    PEFT's defaults are left out."""
+    PEFT's defaults are left out.
+
+    per_expert: {name of an adapted weight: `_modules_per_expert`} where these have tensors of their own; then r and
+    lora_alpha are theirs, which PEFT reads there alone, and lora_alpha holds the scale of rslora, which it does not.
+    """
     experts = _adapted_experts(model)
     every: dict[str, Any] = {**linears, **{key: module.adapters[name] for key, (module, name) in experts.items()}}
-    sizes = {name: (module.r, module.alpha) for name, module in every.items()}
-    (r, alpha), _ = collections.Counter(sizes.values()).most_common(1)[0]
-    some = next(iter(every.values()))
+    some, names_experts = next(iter(every.values())), _names_of_experts(model)
+    rslora = some.rslora and not per_expert
+    sizes = {name: (m.r, m.alpha * math.sqrt(m.r) if m.rslora and per_expert else m.alpha) for name, m in every.items()}
+    counts = collections.Counter(sizes[name] for name in per_expert or sizes)
+    (r, alpha), _ = counts.most_common(1)[0]
+    as_parameters = [name for name in linears if name.rpartition(".")[2] in names_experts]
+    patterns = {f"{name}.weight" if name in as_parameters else name: size for name, size in sizes.items()}
+    ends = {part[0].rpartition(".")[2] for parts in per_expert.values() for part in parts}
+    modules = _shortest(model, [name for name in linears if name not in as_parameters])
+    parameters = [*(() if per_expert else experts), *(f"{name}.weight" for name in as_parameters)]
     return {
-        "alpha_pattern": {name: module_alpha for name, (_, module_alpha) in sizes.items() if module_alpha != alpha},
+        "alpha_pattern": {name: size[1] for name, size in patterns.items() if size[1] != alpha},
         "base_model_name_or_path": getattr(model, "name_or_path", None) or None,
         "bias": "none",
         "inference_mode": True,
@@ -517,13 +616,25 @@ def _config(model: Any, linears: Mapping[str, Adapted]) -> dict[str, Any]:
         "peft_type": "LORA",
         "peft_version": _FORMAT,
         "r": r,
-        "rank_pattern": {name: module_r for name, (module_r, _) in sizes.items() if module_r != r},
-        "target_modules": _shortest(model, linears),
-        "target_parameters": list(experts) or None,
+        "rank_pattern": {name: size[0] for name, size in patterns.items() if size[0] != r},
+        "target_modules": sorted({*modules, *ends}),
+        "target_parameters": parameters or None,
         "task_type": "CAUSAL_LM",
         "use_dora": getattr(some, "lora_magnitude_vector", None) is not None,
-        "use_rslora": some.rslora,
+        "use_rslora": rslora,
     }
+
+
+def _names_of_experts(model: Any) -> set[str]:
+    """The last parts of the names of an expert's matrices on disk, such as gate_proj; none where experts are stacked.
+
+    PEFT 0.21 takes these names in target_modules for the experts' also where they, or a whole path, name a linear
+    module of a dense block or a shared expert. In target_parameters it does not.
+    """
+    modules = [
+        _modules_per_expert(model, key, m, name) for key, (m, name) in stacked_weights(model).items() if m.stacked
+    ]
+    return {part[0].rpartition(".")[2] for parts in modules for part in parts}
 
 
 def _shortest(model: Any, names: Iterable[str]) -> list[str]:

@@ -141,6 +141,30 @@ def test_experts_are_skipped_by_name(plain, tmp_path, skip):
     assert torch.equal(load(folder)(IDS).logits, model(IDS).logits)
 
 
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+def test_experts_stay_plain_only_by_name_or_with_a_warning(plain, tmp_path, library):
+    """Where a library quantises, which it does with linear modules alone."""
+    imported = pytest.importorskip(library)
+    if library == "bitsandbytes":
+        config, skip, reads = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4"), "llm_int8_skip_modules", "nf4"
+    else:
+        quant_type = imported.quantization.Int8WeightOnlyConfig()
+        config, skip, reads = dict(quant_method=library, quant_type=quant_type), "modules_to_not_convert", None
+    with pytest.raises(
+        InputError, match=rf"(?s)experts, such as model\.layers\.0.*float32.*='nf4'.*{skip}=\['experts'\]"
+    ):
+        load(plain, config)
+    model = load(plain, config | {skip: ["experts"]})
+    assert all(type(getattr(one, name)) is torch.nn.Parameter for one in experts_of(model) for name in one.stacked)
+    folder = model.save_pretrained(tmp_path / "x")
+    expected = load(folder, reads)(IDS).logits
+    saved = json.loads((folder / "config.json").read_text())
+    saved["quantization_config"][skip] = None  # as transformers writes it
+    (folder / "config.json").write_text(json.dumps(saved))
+    with pytest.warns(UserWarning, match=r"the experts, such as .*, are not quantised in this checkpoint"):
+        assert torch.equal(load(folder, reads)(IDS).logits, expected)
+
+
 def test_adapters_are_trained_over_them(plain, saved):
     model = load(saved)
     before = model(IDS).logits

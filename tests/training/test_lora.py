@@ -33,6 +33,10 @@ FAMILIES = {
     "gemma2": dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=6, tie_word_embeddings=True),
     "phi3": dict(tie_word_embeddings=False, pad_token_id=0),
     "mixtral": dict(num_local_experts=4),
+    "qwen3_moe": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, head_dim=8, mlp_only_layers=[0],
+        norm_topk_prob=True,
+    ),
     "qwen3_5_text": dict(
         head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
         full_attention_interval=2,
@@ -52,9 +56,9 @@ def make(family="llama", dtype=torch.float32, **changes):
     return model
 
 
-def adapted(family="llama", dtype=torch.float32, r=4, alpha=8, bits=16, **options):
+def adapted(family="llama", dtype=torch.float32, r=4, alpha=8, bits=16, sizes=None, **options):
     """With a B that is not zero."""
-    base = make(family, dtype)
+    base = make(family, dtype, **(sizes or {}))
     model = add_lora(quantized(base) if bits == 4 else base, r, alpha, **options)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
