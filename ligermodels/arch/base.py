@@ -144,6 +144,9 @@ class CausalLM(Pretrained, TrainerInterface):
         output_router_logits: for mixtures of experts, adds `router_logits` and `aux_loss`, which is added to the loss
             as well, times the config's `router_aux_loss_coef`, where it has one; default: the config's
             `output_router_logits`.
+        experts: for mixtures of experts, integers [L, B * S, top_k], the experts that each token takes in each of the
+            L blocks, -1 for the router's choice; their weights, with gradients, are those of this forward's logits.
+        output_experts: adds `experts`, those that the routers choose; blocks without a router have -1.
         output_attentions, return_dict: for callers that always pass them; attention weights are never in memory.
         cache: past_key_values, by the name that transformers has for it since 5.24.
         cache_position: those of the tokens after the cached ones; others raise.

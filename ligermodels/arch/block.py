@@ -90,16 +90,29 @@ class Block(ResidualBlock):
 
 class Routed(ResidualBlock):
     """A mixin before a block whose `mlp` is a `MoE`, or in some blocks of a model a `GatedMLP`: it adds what a router
-    says of the tokens, for the balancing loss."""
+    says of the tokens, for the balancing loss.
+
+    carry["replayed"]: experts that the tokens take, see `MoE`. carry["records"]: adds the experts that were chosen.
+    """
 
     carries = True
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Any = None, carry: Any = None
     ) -> tuple[Any, ...]:
-        y, residual = super().forward(x, residual, batch, cache)
+        mlp: Any = self.mlp
+        carry = carry or {}
+        if "replayed" in carry:
+            mlp.replayed = carry["replayed"]
+        try:
+            y, residual = super().forward(x, residual, batch, cache)
+        finally:
+            mlp.__dict__.pop("replayed", None)
         x, *router_logits = y if isinstance(y, tuple) else (y,)
-        return x, residual, {"router_logits": tuple(router_logits)}
+        added: dict[str, Any] = {"router_logits": tuple(router_logits)}
+        if carry.get("records"):
+            added["experts"] = tuple(mlp.choose(logits)[1] for logits in router_logits)
+        return x, residual, added
 
 
 class RoutedBlock(Routed, Block):

@@ -181,6 +181,7 @@ class Decoder(BaseModel):
         *,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
+        output_experts: bool = False,
         mtp: nn.Module | None = None,
     ) -> CausalLMOutput:
         """`forward` for checked inputs. mtp: a `MultiTokenPrediction`, whose states are `mtp_hidden_states` of the
@@ -189,6 +190,8 @@ class Decoder(BaseModel):
             output_router_logits = getattr(self.config, "output_router_logits", False)
         elif output_router_logits and not isinstance(self.config, RoutedConfig):
             raise InputError(f"output_router_logits=True, but {self.config.model_type} has no router")
+        if output_experts and not isinstance(self.config, RoutedConfig):
+            raise InputError(f"output_experts=True, but {self.config.model_type} has no router")
         cache, tokens, residual = inputs.cache, inputs.tokens, None
         if inputs.cu_seqlens is not None:
             tokens = tokens.reshape(1, -1, *tokens.shape[2:])
@@ -199,6 +202,8 @@ class Decoder(BaseModel):
             x = self.tp.scatter(x, 1)
         hidden_states: list[Tensor] = []
         router_logits: list[Tensor] = []
+        experts: list[Tensor | None] = []
+        records = output_experts or (cache is not None and "experts" in cache.values)
         carry = self.first_carry(tokens, inputs, x)
         run = self.runner(tokens, inputs, x)
         if cache is not None and inputs.decode_step is None:
@@ -208,12 +213,13 @@ class Decoder(BaseModel):
                 hidden_states.append((x if residual is None else x + residual).reshape(shape))
             is_plain_block = isinstance(layer, ResidualBlock) and not has_hooks(layer)
             block, carries = (layer, layer.carries) if is_plain_block else for_user_hooks(layer)
-            more = (self.inputs_of(i, carry),) if carries else ()
+            more = (self.inputs_of(i, carry) | _routing(i, inputs, records),) if carries else ()
             x, residual, *added = run(i, block, x, residual, batch, None if cache is None else cache[i], *more)
             if added:
                 new = dict(added[0])
-                routed, carry = new.pop("router_logits", ()), carry | new
+                routed, chosen, carry = new.pop("router_logits", ()), new.pop("experts", ()), carry | new
                 router_logits += routed if output_router_logits else ()
+                experts.append(chosen[0] if chosen else None)
         if isinstance(self.norm, Layer) and is_plain(self.norm):
             x, _ = self.norm(x, residual)
         else:  # a user's hook, wrapper or norm takes and returns the hidden state
@@ -224,7 +230,12 @@ class Decoder(BaseModel):
         if self.tp is not None:
             last = {name: self.tp.all_gather(x, 1) for name, x in last.items()}
         output = CausalLMOutput({name: x.reshape(shape) for name, x in last.items()})
+        if records:
+            some = next(x for x in experts if x is not None)
+            output["experts"] = torch.stack([torch.full_like(some, -1) if x is None else x for x in experts])
         if cache is not None:
+            if "experts" in cache.values:
+                cache.record(output["experts"].unflatten(1, shape[:2]), inputs.decode_step)
             if inputs.decode_step is None:
                 cache.advance(inputs.tokens.shape[1])
             output["past_key_values"] = cache if cache.foreign is None else cache.foreign
@@ -362,6 +373,12 @@ def _pads_only_after(mask: Tensor) -> bool:
     A row without tokens is the left padding of a prompt in chunks, which a recurrent mixer must not take for tokens.
     """
     return bool((mask[:, 1:] <= mask[:, :-1]).all() & mask[:, 0].all())
+
+
+def _routing(layer: int, inputs: TextInputs, records: bool) -> dict[str, Any]:
+    """What block `layer` is told of experts, see `Routed`; nothing in a usual forward."""
+    replayed = {} if inputs.experts is None else {"replayed": inputs.experts[layer]}
+    return replayed | ({"records": True} if records else {})
 
 
 def _mixer(layer: nn.Module) -> Any:

@@ -27,6 +27,7 @@ from ligermodels.training.recompute import is_captured, must_not_sync
 
 IGNORE_INDEX = -100
 _IDS = (torch.int64, torch.int32)
+_EXPERTS = (torch.int64, torch.int32, torch.int16)
 NO_EFFECT = frozenset("""
     length logits_to_keep num_items_in_batch offset_mapping overflow_to_sample_mapping seq_idx skip_logits
     special_tokens_mask token_type_ids
@@ -45,8 +46,9 @@ class TextInputs(MovableInputs):
 
     cache: the Cache to read and extend, or None. cu_seqlens, max_seqlen: the packed sequences, whichever argument
     marked them; None where nothing is packed. decode_step: (starts, ends), int32 [B] each, in a decoding step of one
-    token a row: the columns of the row's first token and past its new one. The caller counts the token. images: what
-    the text model of a family reads of images, by name; empty without.
+    token a row: the columns of the row's first token and past its new one. The caller counts the token. experts:
+    integers [L, T, K], the experts that the T tokens take in each block, -1 for the router's choice; blocks without a
+    router ignore theirs. images: what the text model of a family reads of images, by name; empty without.
     """
 
     input_ids: Tensor | None
@@ -57,6 +59,7 @@ class TextInputs(MovableInputs):
     cu_seqlens: Tensor | None
     max_seqlen: int | None
     decode_step: tuple[Tensor, Tensor] | None = None
+    experts: Tensor | None = None
     images: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -98,6 +101,7 @@ def check_inputs(
     output_attentions: bool | None = None,
     return_dict: bool | None = None,
     decode_step: tuple[Tensor, Tensor] | None = None,
+    experts: Tensor | None = None,
     **options: Any,
 ) -> tuple[TextInputs, dict[str, Any]]:
     """Checks the arguments of a forward pass, and creates the cache where one is asked for.
@@ -152,6 +156,8 @@ def check_inputs(
         _check_cache_position(cache_position, past, length)
     if attention_mask is not None:
         _check_mask(attention_mask, batch_size, past + length)
+    if experts is not None:
+        _check_experts(decoder, experts, batch_size * length)
     inputs = TextInputs(
         input_ids=input_ids,
         inputs_embeds=inputs_embeds,
@@ -161,6 +167,7 @@ def check_inputs(
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
         decode_step=decode_step,
+        experts=experts,
     )
     return inputs, options
 
@@ -336,6 +343,27 @@ def _check_cache_position(positions: Any, past: int, length: int) -> None:
         raise InputError(
             f"cache_position must be the positions {past} to {past + length - 1} of the new tokens, which follow the "
             "cached ones; leave it out, as it says nothing else"
+        )
+
+
+def _check_experts(decoder: Any, experts: Tensor, tokens: int) -> None:
+    """Raises InputError unless these are experts that the tokens can take."""
+    config = decoder.config
+    number, top_k = getattr(config, "num_experts", 0), getattr(config, "num_experts_per_tok", 0)
+    if not number:
+        raise InputError(f"experts were given, but {config.model_type} has no router; leave them out")
+    if decoder.cp is not None or decoder.tp is not None:
+        raise InputError("experts cannot be given under context or tensor parallelism: use a mesh of dp_shard alone")
+    shape = config.num_hidden_layers, tokens, top_k
+    if experts.shape != shape or experts.dtype not in _EXPERTS:
+        raise InputError(
+            f"experts are {experts.dtype} {list(experts.shape)}; expected integers {list(shape)}, the experts "
+            "that each token takes in each block"
+        )
+    if _is_readable(experts) and not (experts.min() >= -1 and experts.max() < number):
+        raise InputError(
+            f"experts go from {experts.min()} to {experts.max()}; they must be below {number}, or -1 for the router's "
+            "choice"
         )
 
 

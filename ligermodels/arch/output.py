@@ -19,15 +19,15 @@ class CausalLMOutput(AttrDict):
 
     loss: scalar fp32. logits: [B, S, V]. logprobs: [B, S] fp32, of the labels. past_key_values: the Cache, which is
     read as `cache` too. last_hidden_state: [B, S, hidden_size], after the final norm. hidden_states: the input of each
-    block and the last hidden state. router_logits: [B * S, experts] of each block. aux_loss: scalar, the load-balancing
-    loss.
+    block and the last hidden state. router_logits: [B * S, experts] of each block. experts: int32 [L, B * S, top_k],
+    those that the routers of all L blocks chose, -1 in blocks without one. aux_loss: scalar, the load-balancing loss.
     mtp_loss: scalar, of a layer for multi-token prediction, in training.
     attentions: always absent; attention weights are never in memory.
     """
 
     fields = frozenset({
         "loss", "logits", "logprobs", "past_key_values", "last_hidden_state", "hidden_states", "attentions",
-        "router_logits", "aux_loss", "mtp_loss",
+        "router_logits", "experts", "aux_loss", "mtp_loss",
     })  # fmt: skip
     aliases = CACHE_ALIAS
 

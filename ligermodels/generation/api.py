@@ -29,10 +29,11 @@ class GenerateOutput(AttrDict):
     sequences: [B * num_return_sequences, S + new]. scores, with output_scores: the logits of each step after all
     processing. logits, with output_logits: the model's own. Both are tuples of [rows, V] fp32. past_key_values, read as
     `cache` too: the cache of all tokens but the last; empty where a layer has a recurrent state, and a row ended before
-    the others.
+    the others. experts, with output_experts: int16 [rows, S + new - 1, layers, top_k], which routers chose for each
+    token but the last; what they have at padding means nothing.
     """
 
-    fields = frozenset(("sequences", "scores", "logits", "past_key_values", "attentions", "hidden_states"))
+    fields = frozenset(("sequences", "scores", "logits", "past_key_values", "experts", "attentions", "hidden_states"))
     aliases = CACHE_ALIAS
 
 
@@ -105,7 +106,7 @@ def generate(
         medusa: heads, such as `training.load_medusa(model, folder)`, that propose one token each, verified likewise.
         use_mtp: the model's own layer for multi-token prediction (`training.load_mtp`) proposes num_assistant_tokens
             tokens, by default 2, verified likewise.
-        return_dict_in_generate, output_scores, output_logits: see `GenerateOutput`.
+        return_dict_in_generate, output_scores, output_logits, output_experts: see `GenerateOutput`.
         Other options of transformers (beam search, contrastive search, assisted decoding, ...) raise. Other keywords
         are inputs of the model's forward for the prompt, such as pixel_values; unknown ones raise.
 
@@ -128,13 +129,12 @@ def generate(
     ids = engine.ids[:, engine.first : engine.length].clone()  # the buffer is longer if rows stopped early
     if not engine.options.return_dict_in_generate:
         return ids
-    output, cache = GenerateOutput(sequences=ids), engine.cache
-    if engine.scores is not None:
-        output["scores"] = tuple(engine.scores)
-    if engine.raw_logits is not None:
-        output["logits"] = tuple(engine.raw_logits)
+    cache, kept = engine.cache, {"scores": engine.scores, "logits": engine.raw_logits}
+    output = GenerateOutput({"sequences": ids} | {name: tuple(x) for name, x in kept.items() if x is not None})
     if cache is not None:
         output["past_key_values"] = cache if cache.foreign is None else cache.foreign
+    if engine.options.output_experts:
+        output["experts"] = cache.values["experts"][:, : ids.shape[1] - 1].clone()
     return output
 
 
@@ -151,7 +151,7 @@ def _engine(request: Request) -> PaddedEngine:
 
 def generate_many(
     model: nn.Module, prompts: Sequence[Tensor | Sequence[int]], *, batch_size: int = 32, **options: Any
-) -> list[Tensor]:
+) -> list[Any]:
     """Continues each prompt: the new ids, int64 on the CPU, stop id included, in the order of the prompts.
 
     Greedy decoding gives the ids of `generate` for each prompt alone, to within rounding. Sampled ids differ from those
@@ -163,6 +163,8 @@ def generate_many(
         options: those of `generate` but scores, logits and the cache (return_dict_in_generate), the caller's
             processors and criteria, embeddings and images. max_length and min_length count a prompt's own tokens. A
             prompt runs once for all of its continuations (num_return_sequences), which follow each other in the result.
+            output_experts: each is (ids, experts), int16 [tokens of prompt and ids but the last, layers, top_k], those
+            that the routers chose, on the CPU.
 
     Raises:
         InputError: arguments out of range or not supported; ids outside the vocabulary; NaN logits; rows that may grow
@@ -175,7 +177,7 @@ def generate_many(
 
 def generate_many_iter(
     model: Any, prompts: Sequence[Tensor | Sequence[int]], *, batch_size: int = 32, **options: Any
-) -> Iterator[tuple[int, Tensor]]:
+) -> Iterator[tuple[int, Any]]:
     """`generate_many` as an iterator: (index in its result, new ids) of each continuation as it ends. Errors are raised
     at the call. The longest prompts run first. To stop early, leave the loop."""
     texts = [_as_ids(i, prompt) for i, prompt in enumerate(prompts)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ligermodels.generation.engine import Engine
+from ligermodels.generation.engine import Engine, Row
 from ligermodels.generation.graphs import DecodeStep
 from ligermodels.generation.request import Request
 from ligermodels.kernels._triton import cdiv
@@ -51,19 +51,26 @@ class ContinuousEngine(Engine):
         self.ready: deque[tuple[int, int]] = deque()
         self.prompt_cache: Cache | None = None
 
-    def continuations(self) -> Iterator[tuple[int, Tensor]]:
-        """(index in the result, new ids) of each continuation as it ends."""
+    def continuations(self) -> Iterator[tuple[int, Any]]:
+        """(index in the result, new ids) of each continuation as it ends. With output_experts it is (index, (new ids,
+        experts)): int16 [tokens of the text but the last, layers, top_k], on the CPU."""
         with contextlib.closing(self.decode()) as steps:  # `close` of this iterator keeps the cache at once
             for _ in steps:
-                for row in self.rows:
+                for b, row in enumerate(self.rows):
                     if row is not None and row.done:
-                        yield row.index, torch.tensor(row.ids)
+                        ids = torch.tensor(row.ids)
+                        yield row.index, (ids, self._experts(b, row)) if self.options.output_experts else ids
+
+    def _experts(self, b: int, row: Row) -> Tensor:
+        end = row.start + row.prompt + len(row.ids) - 1
+        return self.cache.values["experts"][b, row.start : end].to("cpu", copy=True)
 
     def prefill(self) -> None:
         self.by_host = not self.can_capture()
         rows, kind = len(self.rows), self.options.kv_cache_dtype
         self.kept = self.model.kept_caches.take(self.model, rows, self.capacity, kind)
         self.cache = self.kept[1]
+        self.record_experts(self.cache)
         self.logits = torch.zeros(rows, self.request.vocab_size, device=self.device)
 
     def admit(self) -> bool:
@@ -122,6 +129,7 @@ class ContinuousEngine(Engine):
         ids = to_device(pad_sequence(prompts, True, _EMPTY_ID, "left"), self.device)
         mask = None if len(prompts[-1]) == width else ids != _EMPTY_ID
         cache = self.model.new_cache(len(chosen), width, kv_cache_dtype=self.options.kv_cache_dtype, whole=True)
+        self.record_experts(cache)
         output = self.run(ids if mask is None else ids * mask, cache, width, mask=mask)
         self.prompt_logits, self.prompt_cache = output["logits"][:, -1].float(), cache
         self.ready.extend((n, i * self.copies + copy) for n, i in enumerate(chosen) for copy in range(self.copies))

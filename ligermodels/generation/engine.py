@@ -56,6 +56,7 @@ class Engine:
     admit: Callable[[], bool]  # acts on the rows that ended in the last step; returns whether any row decodes
     step: Callable[[], None]  # sets `logits` to those after the last token of each row
     ids: Tensor
+    capacity: int  # of the cache, in columns
 
     def __init__(self, request: Request, rows: int, mask: Tensor | None = None):
         options = request.options
@@ -109,6 +110,16 @@ class Engine:
         step.run(self.model, self.cache)
         self.cache.advance(1)
         self.logits = step.logits
+
+    def record_experts(self, *caches: Any) -> None:
+        """Where they are asked for, the caches store the experts that routers choose. Raises InputError."""
+        config = self.model.config.get_text_config()
+        if not self.options.output_experts:
+            return
+        if not getattr(config, "num_experts", 0) or any(cache is None or cache.foreign is not None for cache in caches):
+            raise InputError("output_experts needs a mixture of experts, and a cache of ours (use_cache=True)")
+        for cache in caches:
+            cache.record_experts(self.capacity, config.num_hidden_layers, config.num_experts_per_tok)
 
     def new_row(self, prompt: int, recent: Sequence[int], max_new_tokens: int, index: int = 0, start: int = 0) -> Row:
         """A row after a prompt of `prompt` tokens, whose last ones are `recent`."""
@@ -251,6 +262,7 @@ class PaddedEngine(Engine):
             else:
                 length = self.start if self.captures else self.capacity
                 self.cache = model.new_cache(rows, length, kv_cache_dtype=kind, whole=self.captures)
+        self.record_experts(self.cache)
         self.step()
         if rows == len(self.rows):
             return

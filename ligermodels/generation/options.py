@@ -83,6 +83,7 @@ class Options:
     return_dict_in_generate: bool | None = None
     output_scores: bool | None = None
     output_logits: bool | None = None
+    output_experts: bool | None = None
     bos_token_id: Any = None
     eos_token_id: Any = None
     pad_token_id: Any = None

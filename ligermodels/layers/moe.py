@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view, cast_with_handle, in_backward
 from ligermodels.kernels.experts.experts import experts_of
-from ligermodels.kernels.experts.route import check_routing, route
+from ligermodels.kernels.experts.route import check_routing, route, weights_of
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand
 from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard, zeros
@@ -199,6 +199,8 @@ class MoE(Layer):
     shared_size: the size of `shared_expert`, a GatedMLP that every token passes and whose output is added; 0 for none.
     shared_name: its name, where it is another.
     shared_gate: its output is first multiplied by sigmoid(shared_expert_gate(x)), a number per token.
+    replayed: the experts [B * S, top_k] of the tokens in the next forward, -1 for the router's choice: `Routed` sets it
+    around a forward that is given experts. Their weights come from the logits of that forward.
     With the attribute `recompute` the backward recomputes the experts' gate and up, 2 top_k intermediate_size numbers
     per token, instead of saving them. tp: as in `GatedMLP`; each rank routes all tokens to its shards of all experts.
     expert_loads: the tokens of each expert, int64 [num_experts], where they are counted; see training/balancing.py.
@@ -206,6 +208,7 @@ class MoE(Layer):
 
     recompute = False
     expert_loads: Tensor | None
+    replayed: Tensor | None = None
 
     def __init__(
         self,
@@ -274,8 +277,10 @@ class MoE(Layer):
         x = x if self.tp is None else self.tp.all_gather(x, 1)
         rows = attach_to_view(x, x.reshape(-1, x.shape[-1]))
         router_logits = self.gate(rows)
-        bias = self.gate.e_score_correction_bias
-        weights, experts = route(router_logits, top_k=self.top_k, bias=bias, **self.routing)
+        weights, experts = self.choose(router_logits)
+        if self.replayed is not None:
+            experts = torch.where(self.replayed < 0, experts, self.replayed)
+            weights = weights_of(router_logits, experts, **self.routing)
         if self.expert_loads is not None and self.training and torch.is_grad_enabled() and not in_backward():
             ones = self.expert_loads.new_ones(1).expand(experts.numel())
             self.expert_loads.index_add_(0, experts.flatten(), ones)
@@ -284,6 +289,10 @@ class MoE(Layer):
         if self.tp is None:
             return y, router_logits
         return self.tp.reduce_scatter(y, 1), self.tp.divide_gradient(router_logits)
+
+    def choose(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and the experts [T, top_k] of each token."""
+        return route(router_logits, top_k=self.top_k, bias=self.gate.e_score_correction_bias, **self.routing)
 
     def _add_shared(self, y: Tensor, rows: Tensor) -> Tensor:
         if (mlp := self.shared) is None:

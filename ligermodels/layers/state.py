@@ -400,6 +400,21 @@ class Cache:
             )
         self.is_partial = True
 
+    def record_experts(self, columns: int, layers: int, top_k: int) -> None:
+        """From here on, forwards store the experts that routers choose for the tokens in values["experts"], int16
+        [rows, columns, layers, top_k], -1 where there are none."""
+        with torch.inference_mode(False):
+            shape = self.rows, columns, layers, top_k
+            self.values["experts"] = torch.full(shape, -1, dtype=torch.int16, device=self.device)
+
+    def record(self, experts: Tensor, step: tuple[Tensor, Tensor] | None) -> None:
+        """Stores the experts [layers, B, S, top_k] of the new tokens. step: as in `TextInputs`."""
+        stored, new = self.values["experts"], experts.permute(1, 2, 0, 3).to(torch.int16)
+        if step is None:
+            stored[:, self.length : self.length + new.shape[1]] = new
+        else:
+            stored[torch.arange(len(new), device=new.device), step[1].long() - 1] = new[:, 0]
+
     def advance(self, tokens: int) -> None:
         """Advances the length by `tokens`, which every mixer has stored or stores in this step."""
         self.length += tokens
@@ -466,6 +481,8 @@ class Cache:
         if into is None:
             self.values = _select(other.values, rows)
             self.advance(other.length)
+        elif "experts" in self.values:
+            self.values["experts"][into, : other.length] = other.values["experts"][rows, : other.length]
 
     def tensors(self) -> list[Tensor]:
         """All tensors that a step reads or writes."""

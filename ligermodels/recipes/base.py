@@ -186,5 +186,5 @@ def mean_of(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
 
 def decoder_inputs(batch: Batch, prefix: str = "") -> Batch:
     """The arguments of a model's forward among a batch's entries. prefix: of their names in the batch."""
-    names = ("input_ids", "labels", "attention_mask", "cu_seqlens", "max_seqlen")
+    names = ("input_ids", "labels", "attention_mask", "cu_seqlens", "max_seqlen", "experts")
     return {name: batch[prefix + name] for name in names if prefix + name in batch}

@@ -1,15 +1,21 @@
 """Group relative policy optimisation and its variants: the model samples completions, and reward functions judge them.
 
 The losses are those of layers/policy.py; completions are compared with others of the same prompt.
+
+With router_replay the tokens of a step take the experts that they took in the rollout, in every block: "rollout routing
+replay" of https://arxiv.org/abs/2510.11370. The weights of these experts, with gradients, are those of the step's own
+router. So the step differentiates the policy that sampled, whatever rounding does to the order of close scores.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.layers import policy
 from ligermodels.processes import Processes
 from ligermodels.recipes.base import decoder_inputs, next_token_loss, sum_over_ranks
@@ -32,6 +38,15 @@ class GRPO(Sampling):
         super().__init__(options, tokenizer, processes)
         self.rewards = rewards or Rewards.load(options.reward_funcs, options.reward_weights)
         self.evaluation = Greedy(self)
+
+    @property
+    def keeps_experts(self) -> bool:  # type: ignore[override]
+        return bool(self.options.router_replay)
+
+    def setup(self, model: Any, folder: Path, processes: Processes) -> None:
+        if self.keeps_experts and not getattr(model.decoder.config, "num_experts", 0):
+            raise InputError(f"router_replay: {type(model).__name__} has no router; leave it out")
+        super().setup(model, folder, processes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "rewards"}
@@ -64,6 +79,8 @@ class GRPO(Sampling):
         if self.options.mask_truncated_completions:
             completions = [dataclasses.replace(sample, trains=not sample.truncated) for sample in completions]
         batch = super().batch_of(completions)
+        if self.keeps_experts and completions:
+            batch |= {"experts": packed_experts(batch, completions)}
         return batch | policy_inputs(batch, completions)
 
     def metrics_of(self, completions: Sequence[Completion]) -> Metrics:
@@ -113,6 +130,17 @@ def policy_inputs(batch: Batch, samples: Sequence[Completion]) -> Batch:
     return dict(places=places, mask=mask, advantages=advantages, counts=counts)
 
 
+def packed_experts(batch: Batch, samples: Sequence[Completion]) -> Tensor:
+    """The experts [layers, T, top_k] that the tokens of a packed batch took in the rollout; -1, the router's choice, for
+    the last token of each completion, which no forward of the rollout read, and for padding."""
+    taken: list[Any] = [sample.experts for sample in samples]
+    layers, top_k = taken[0].shape[1:]
+    experts = torch.full((batch["input_ids"].numel(), layers, top_k), -1, dtype=torch.int16)
+    for first, rows in zip(batch["cu_seqlens"].tolist(), taken, strict=False):
+        experts[first : first + len(rows)] = rows
+    return experts.transpose(0, 1).contiguous()
+
+
 def policy_loss(
     model: Any, batch: Batch, count: Tensor, options: Any, ref_logp: Tensor | None
 ) -> tuple[Tensor, Metrics]:
@@ -150,7 +178,8 @@ def reference_logprobs(reference: Any, batch: Batch, temperature: float) -> Tens
         logprobs.append(logps.reshape(-1)[batch["places"]])
         return logps.new_zeros(())
 
-    reference(**decoder_inputs(batch), loss_function=keep)
+    inputs = {name: x for name, x in decoder_inputs(batch).items() if name != "experts"}  # it has its own choice
+    reference(**inputs, loss_function=keep)
     return logprobs[0]
 
 

@@ -190,6 +190,8 @@ class GRPOOptions(RolloutOptions):
     num_iterations: int = option(1, "steps that train on the same completions", least=1)
     mask_truncated_completions: bool = option(
         False, "completions that did not end in --max-completion-length train nothing")
+    router_replay: bool = option(
+        False, "the tokens of a step take the experts that they took in the rollout (mixtures of experts)")
     loss_type: str = option("dapo", "as TRL's; dapo: the mean over all tokens of a step", choices=POLICY_LOSSES)
     beta: float = option(
         0.0, "weight of the KL divergence to the model as it was, which is added to the loss", least=0)

@@ -53,6 +53,7 @@ class Completion:
     """A sampled completion. ids: end with its stop token, unless it is truncated. rewards: by function.
 
     is_tied: all completions of its prompt have the same reward, so they train nothing. trains: its ids are labels.
+    experts: int16 [tokens of prompt and completion but the last, layers, top_k], those that the tokens took, if kept.
     """
 
     prompt: Prompt
@@ -64,6 +65,7 @@ class Completion:
     advantage: float = 0.0
     is_tied: bool = False
     trains: bool = True
+    experts: Tensor | None = None
 
     @property
     def example(self) -> Example:
@@ -150,6 +152,8 @@ class Sampling(Recipe):
     StepBatches = Rollouts
     chat = False
     """Prompts are messages, not texts."""
+    keeps_experts = False
+    """Completions have the experts that their tokens took."""
 
     def check_rows(self, rows: Rows) -> tuple[str, str] | None:
         try:
@@ -222,14 +226,20 @@ class Sampling(Recipe):
         All ranks call it together, with the same number of prompts.
         """
         o, p, stops = self.options, self.processes, self.stop_ids
-        copies = 1 if rollout is None else o.num_generations
+        copies, keeps = 1 if rollout is None else o.num_generations, rollout is not None and self.keeps_experts
         sampled = sample(
             self.model, [prompt.ids for prompt in prompts], copies, max_new_tokens=o.max_completion_length,
             temperature=0.0 if rollout is None else o.temperature, stop_ids=stops,
             seed=(o.seed, rollout or 0, p.batch_rank), rows=o.rollout_rows, together=p.mesh is not None,
+            output_experts=keeps,
         )  # fmt: skip
+        experts = [taken for _, taken in sampled] if keeps else [None] * len(sampled)
+        sampled = [ids for ids, _ in sampled] if keeps else sampled
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled]
-        return [Completion(prompts[n // copies], ids, texts[n], ids[-1] not in stops) for n, ids in enumerate(sampled)]
+        return [
+            Completion(prompts[n // copies], ids, texts[n], ids[-1] not in stops, experts=experts[n])
+            for n, ids in enumerate(sampled)
+        ]
 
     def batch_of(self, completions: Sequence[Completion]) -> Batch:
         """The packed batch of these completions."""
@@ -257,7 +267,8 @@ def _prompt_of(row: Mapping[str, Any]) -> tuple[Any, Any]:
 def sample(
     model: Any, prompts: Sequence[list[int]], copies: int, *, max_new_tokens: int, temperature: float,
     stop_ids: Sequence[int], seed: Sequence[int], rows: int | None = None, together: bool = False,
-) -> list[list[int]]:  # fmt: skip
+    output_experts: bool = False,
+) -> list[Any]:  # fmt: skip
     """`copies` completions of each prompt, one prompt after the other, each up to its first stop id or max_new_tokens.
 
     They are drawn from softmax(logits / temperature). top_p, penalties and other options of the checkpoint's
@@ -265,6 +276,7 @@ def sample(
     is greedy. rows: number sampled at a time, at least one prompt's; a finished one is replaced by the next.
     together: all ranks take the same number of steps, which FSDP needs; they give equally many prompts, or one of them
     none, where the others need one batch; rows that have ended are not replaced.
+    output_experts: each is (completion, experts), as in `Completion`.
     """
     how = OFF | dict(max_new_tokens=max_new_tokens, num_return_sequences=copies, pad_token_id=stop_ids[0])
     how |= dict(do_sample=True, temperature=temperature) if temperature > 0 else dict(do_sample=False)
@@ -273,12 +285,15 @@ def sample(
     def own_seed(n: int) -> int:
         return int(np.random.SeedSequence((*seed, n)).generate_state(1, np.uint64)[0])
 
-    sampled: list[list[int]] = []
+    if output_experts:
+        how |= dict(output_experts=True, return_dict_in_generate=together)
+    sampled: list[Any] = []
     model.eval()
     try:
         if not together:
             how |= dict(eos_token_id=list(stop_ids), seed=own_seed(0))
-            return [ids.tolist() for ids in generate_many(model, prompts, batch_size=at_once, **how)]
+            results = generate_many(model, prompts, batch_size=at_once, **how)
+            return [(x[0].tolist(), x[1]) if output_experts else x.tolist() for x in results]
         for n, first in enumerate(range(0, max(1, len(prompts)), at_once // copies)):
             part = prompts[first : first + at_once // copies] or [[stop_ids[0]]]  # of no prompt, nothing is returned
             asked = [torch.tensor(prompt) for prompt in part]
@@ -286,9 +301,11 @@ def sample(
             mask = pad_sequence([torch.ones_like(prompt) for prompt in asked], True, 0, "left").to(model.device)
             ends = dict(eos_token_id=(), stopping_criteria=_AllRanks(stop_ids), seed=own_seed(n))
             out = model.generate(ids, attention_mask=mask, **how, **ends)
-            for row in out[:, ids.shape[1] :].tolist():
+            texts = out.sequences if output_experts else out
+            for b, row in enumerate(texts[:, ids.shape[1] :].tolist()):
                 end = next((n + 1 for n, index in enumerate(row) if index in stop_ids), len(row))
-                sampled.append(row[:end])
+                first, last = ids.shape[1] - len(part[b // copies]), ids.shape[1] + end - 1
+                sampled.append((row[:end], out.experts[b, first:last].cpu()) if output_experts else row[:end])
     finally:
         model.train(trains)
     return sampled[: len(prompts) * copies]

@@ -218,3 +218,28 @@ def test_nan_logits_are_an_error_of_rows_that_have_a_text(device):
         model.lm_head.weight[3] = torch.nan
     with pytest.raises(InputError, match="float16 overflow"):
         generate_many(model, texts, batch_size=2, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("many", [True, False], ids=["many", "padded"])
+def test_the_experts_of_each_token_are_those_of_one_forward(device, steps, many):
+    model, texts = family("qwen3_moe").to(device), prompts([5, 1, 9, 3])
+    options = dict(max_new_tokens=12, do_sample=True, seed=1, eos_token_id=stop_ids(model, texts), pad_token_id=0)
+    if many:
+        rows = [*generate_many(model, texts, batch_size=3, num_return_sequences=2, output_experts=True, **options)]
+        rows = [(torch.cat([texts[n // 2], ids]), experts) for n, (ids, experts) in enumerate(rows)]
+        assert len({len(ids) for ids, _ in rows}) > 2
+    else:
+        ids = torch.nn.utils.rnn.pad_sequence(texts, True, 0, "left").to(device)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in texts], True, 0, "left").to(device)
+        options |= dict(attention_mask=mask, num_return_sequences=2, prefill_chunk_size=4, eos_token_id=())
+        out = generate(model, ids, return_dict_in_generate=True, output_experts=True, **options)
+        starts = [9 - len(texts[n // 2]) for n in range(8)]
+        rows = [(out.sequences[n, at:].cpu(), out.experts[n, at:].cpu()) for n, at in enumerate(starts)]
+    for ids, experts in rows:
+        expected = model(ids[None].to(device), output_experts=True).experts[:, :-1].cpu()
+        assert expected.max() > 1 and torch.equal(experts.transpose(0, 1).int(), expected)
+
+
+def test_experts_need_a_router():
+    with pytest.raises(InputError, match="output_experts needs a mixture of experts"):
+        generate_many(models.llama(), prompts([3]), max_new_tokens=2, output_experts=True)

@@ -135,6 +135,31 @@ def test_routes_as_transformers(case):
     torch.testing.assert_close(gradients, their_gradients, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [
+    dict(), dict(normalize=False), OF_DEEPSEEK, dict(score="sigmoid", normalize=False, groups=2, groups_kept=1),
+], ids=["softmax", "softmax over all", "deepseek", "sigmoid"])  # fmt: skip
+def test_replayed_experts_are_weighed_by_this_router(options):
+    layer, x = L.MoE(6, 10, num_experts=8, top_k=2, **options).double(), torch.randn(1, 5, 6, dtype=torch.double)
+    x.requires_grad_()
+    replayed = torch.tensor([[0, 7], [6, 1], [-1, -1], [3, 2], [5, 4]], dtype=torch.int16)
+    chosen = layer.choose(layer.gate(x[0]))[1]
+    experts = torch.where(replayed < 0, chosen, replayed).long()
+    layer.replayed = replayed
+    y, logits = layer(x)
+    scores = logits.sigmoid() if options.get("score") else logits.softmax(-1)
+    weights = scores.gather(1, experts)
+    if options.get("normalize", True):
+        weights = weights / weights.sum(1, keepdim=True)
+    each = [layer.experts(x[0], torch.ones(5, 1).double(), experts[:, j : j + 1].int()) for j in range(2)]
+    expected = options.get("scale", 1.0) * (weights[:, :1] * each[0] + weights[:, 1:] * each[1])
+    torch.testing.assert_close(y[0], expected, rtol=1e-9, atol=1e-12)
+    trained = [x, layer.gate.weight, layer.experts.down_proj]
+    for a, b in zip(
+        *(torch.autograd.grad(z.square().sum(), trained, retain_graph=True) for z in (y, expected)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
 def test_a_router_in_fp32_computes_in_fp32():
     """In a model of 16 bits; with a bias alone it computes in the dtype of x."""
     for fp32, bias in ((True, True), (False, True), (True, False), (False, False)):

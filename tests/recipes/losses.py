@@ -9,12 +9,15 @@ TINY = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3,
 )  # fmt: skip
+MIXTURE = dict(
+    head_dim=8, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, mlp_only_layers=[0], num_hidden_layers=3
+)
 GEMMA2 = dict(head_dim=8, final_logit_softcapping=3.0, hidden_activation="gelu_pytorch_tanh")
 
 
 def model(family="Llama", seed=0, **changes):
-    config = TINY | (GEMMA2 if family == "Gemma2" else {}) | changes
-    config["model_type"] = {"Gemma2": "gemma2"}.get(family, family.lower())
+    config = TINY | {"Gemma2": GEMMA2, "Qwen3Moe": MIXTURE}.get(family, {}) | changes
+    config["model_type"] = {"Qwen3Moe": "qwen3_moe"}.get(family, family.lower())
     return getattr(ligermodels, family).from_config(config, device="cpu", seed=seed).double().train()
 
 

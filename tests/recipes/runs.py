@@ -70,12 +70,12 @@ def train(home, out, *flags, recipe="sft", data="chats.jsonl", model="model") ->
     return main([str(argument) for argument in (*argv, "--show", "0", "--report-to", "none", *flags)])
 
 
-def run(home, out, recipe, *flags) -> int:
+def run(home, out, recipe, *flags, model="model") -> int:
     """The exit status of a short run of a recipe."""
     data, own = RECIPES[recipe]
     rewards = any(str(flag) == "--reward-funcs" for flag in flags)  # in place of the usual one: a list adds up
     own = [flag.format(home=home) for flag in own if not (rewards and flag.startswith("--reward-funcs="))]
-    return train(home, out, *FEW, *own, *flags, recipe=recipe, data=f"{data}.jsonl")
+    return train(home, out, *FEW, *own, *flags, recipe=recipe, data=f"{data}.jsonl", model=model)
 
 
 def metrics(folder, key="loss"):

@@ -1,6 +1,9 @@
 """GRPO: its losses beside plain formulas, what is sampled and rewarded, and whole runs. TRL: test_trl.py."""
 
+import copy
+import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -8,13 +11,14 @@ import torch
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
 from ligermodels.processes import Processes
+from ligermodels.recipes.base import decoder_inputs
 from ligermodels.recipes.data.rows import Rows
 from ligermodels.recipes.grpo import GRPO
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample
 from tests.parallel.ranks import one_rank
 from tests.recipes import losses, runs
-from tests.recipes.runs import CHATS, REWARD, completions, metrics, on_two, run
+from tests.recipes.runs import CHATS, REWARD, completions, metrics, on_two, run, weights, without_newest
 
 CPU = torch.device("cpu")
 
@@ -215,7 +219,75 @@ def test_a_reward_of_messages_gets_messages(byte_level):
     assert [one.truncated for one in found] == [one.ids[-1] not in recipe.stop_ids for one in found] == [True, True]
 
 
+# ---- router replay ----
+
+
+def sampler_of(model, how):
+    """A copy of the model that samples as another engine would: its scores of experts have another order."""
+    sampler = copy.deepcopy(model)
+    for block, other in zip(sampler.model.layers[1:], model.model.layers[1:], strict=True):
+        if how == "in fp32":  # pairs of experts whose scores differ by less than fp32 tells apart
+            other.mlp.gate.weight.data[4:] = other.mlp.gate.weight.data[:4] * (1 + 1e-9)
+            block.mlp.gate.weight.data.copy_(other.mlp.gate.weight)
+        else:
+            block.mlp.gate.weight.data += 0.1 * torch.randn_like(block.mlp.gate.weight)
+    return sampler.float() if how == "in fp32" else sampler
+
+
+@pytest.mark.parametrize("how", ["in fp32", "with another router"])
+def test_a_step_takes_the_experts_of_the_rollout(byte_level, how):
+    torch.manual_seed(0)
+    model = losses.model("Qwen3Moe", vocab_size=byte_level.vocab_size)
+    recipe = grpo_of(
+        options_of(num_generations=3, router_replay=True), byte_level, lambda completions: [1.0, 2.0, 4.0] * 2
+    )
+    recipe.model = sampler = sampler_of(model, how)
+    batch = recipe.batch_of(recipe.roll_out([Prompt([5, 6, 7], []), Prompt([8], [])], 0))
+    taken, inputs = batch["experts"], decoder_inputs(batch)
+    plain = {name: x for name, x in inputs.items() if name not in ("experts", "labels")}
+    in_rollout = taken[1] >= 0
+    assert in_rollout.all(1).sum() == batch["input_ids"].numel() - 6  # all but the last of each completion
+    chosen = model(**plain, output_experts=True).experts
+    assert (chosen != taken)[1:, in_rollout].any() and (taken[0] == -1).all()  # block 0 has no router
+
+    seen = []
+    for layer in model.model.layers[1:]:
+        layer.mlp.experts.register_forward_pre_hook(lambda module, args: seen.append(args[2]))
+    found, _ = recipe.loss(model, batch, recipe.count(batch))
+    assert all(torch.equal(x[in_rollout], e[in_rollout].int()) for x, e in zip(seen, taken[1:], strict=True))
+    gradients = torch.autograd.grad(found, [*model.parameters()])
+    model.gradient_checkpointing_enable({"recompute": "block"})
+    again, _ = recipe.loss(model, batch, recipe.count(batch))
+    for one, other in zip(gradients, torch.autograd.grad(again, [*model.parameters()]), strict=True):
+        assert torch.equal(one, other)
+    assert gradients[[n for n, _ in model.named_parameters()].index("model.layers.2.mlp.gate.weight")].any()
+
+    if how == "in fp32":  # the weights are the same, so the ratios to what sampled are 1
+        of_rollout = sampler(**inputs, return_logprobs=True).logprobs
+        close = dict(rtol=0, atol=1e-4)
+        torch.testing.assert_close(model(**inputs, return_logprobs=True).logprobs.float(), of_rollout, **close)
+        del inputs["experts"]
+        assert (model(**inputs, return_logprobs=True).logprobs - of_rollout).abs().max() > 1e-2
+
+
+def test_router_replay_needs_a_router(byte_level, tmp_path):
+    with pytest.raises(InputError, match="router_replay: Llama has no router"):
+        grpo_of(options_of(router_replay=True), byte_level).setup(losses.model(), tmp_path, Processes(CPU))
+
+
 # ---- runs ----
+
+
+def test_a_run_with_router_replay_resumes_between_the_steps_of_a_rollout(home, tmp_path):
+    shutil.copytree(home / "model", home / "mixture")
+    config = json.loads((home / "mixture" / "config.json").read_text())
+    mixture = losses.model("Qwen3Moe", vocab_size=config["vocab_size"], max_position_embeddings=128).float()
+    mixture.save_pretrained(home / "mixture")
+    flags = ("--router-replay", "--num-iterations", "2", "--save-steps", "1", "--max-steps", "4")
+    assert run(home, tmp_path / "whole", "grpo", *flags, model="mixture") == 0
+    without_newest(tmp_path / "whole", tmp_path / "cut")
+    assert run(home, tmp_path / "cut", "grpo", *flags, "--resume", model="mixture") == 0
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
 
 
 def test_a_constant_reward_teaches_nothing(home, tmp_path, capsys):

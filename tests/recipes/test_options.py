@@ -220,6 +220,6 @@ OWN = {
     "medusa": ("head_decay head_layers heads"),
     "grpo": (
         "beta epsilon epsilon_high loss_type mask_truncated_completions max_completion_length num_generations "
-        "num_iterations prompts reward_funcs reward_weights rollout_rows scale_rewards temperature"
+        "num_iterations prompts reward_funcs reward_weights rollout_rows router_replay scale_rewards temperature"
     ),
 }

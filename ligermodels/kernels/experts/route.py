@@ -52,12 +52,28 @@ def route_reference(
         kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best[..., :groups_kept], True)
         keys = grouped.masked_fill(~kept[..., None], dropped).flatten(-2)
     experts = keys.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    return weights_of(logits, experts, normalize=normalize, score=score, eps=eps, scale=scale), experts.int()
+
+
+def weights_of(
+    logits: Tensor,
+    experts: Tensor,
+    *,
+    normalize: bool = True,
+    score: str = "softmax",
+    eps: float = 0.0,
+    scale: float = 1.0,
+    **_: object,
+) -> Tensor:
+    """The weights [T, K] of these experts [T, K], whoever chose them, from logits [T, E], with gradients; options as in
+    `route`, and those that only choose are ignored."""
+    logits, experts = logits.to(accumulator(logits.dtype)), experts.long()
     if score == "softmax":
-        weights = logits.gather(1, experts).softmax(-1) if normalize else scores.gather(1, experts)
+        weights = logits.gather(1, experts).softmax(-1) if normalize else logits.softmax(-1).gather(1, experts)
     else:
-        weights = scores.gather(1, experts)
+        weights = logits.gather(1, experts).sigmoid()
         weights = weights / (weights.sum(-1, keepdim=True) + eps) if normalize else weights
-    return weights * scale, experts.int()
+    return weights * scale
 
 
 @triton.jit
