@@ -131,8 +131,11 @@ def policy_inputs(batch: Batch, samples: Sequence[Completion]) -> Batch:
 
 
 def packed_experts(batch: Batch, samples: Sequence[Completion]) -> Tensor:
-    """The experts [layers, T, top_k] that the tokens of a packed batch took in the rollout; -1, the router's choice, for
-    the last token of each completion, which no forward of the rollout read, and for padding."""
+    """The experts [layers, T, top_k] that the tokens of a packed batch took in the rollout.
+
+    -1, the router's choice, for the last token of each completion, which no forward of the rollout read, and for
+    padding.
+    """
     taken: list[Any] = [sample.experts for sample in samples]
     layers, top_k = taken[0].shape[1:]
     experts = torch.full((batch["input_ids"].numel(), layers, top_k), -1, dtype=torch.int16)
