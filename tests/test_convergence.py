@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 STEPS, SEEDS = 200, 4
 LAST = 20
 """The result of training is the mean loss of this many steps at the end."""
-IMAGE_MODELS = {"qwen2_vl", "qwen3_vl", "qwen3_5", "mllama"}  # trained on images, in tests/vision/test_use.py
+IMAGE_MODELS = {arch for arch, cls in ARCHS.items() if cls.extra_inputs}  # tests/vision/test_use.py trains them
 FAMILIES = sorted(ARCHS.keys() - IMAGE_MODELS)
 _LONGROPE = tiny.FAMILIES["phi3"]["rope_parameters"]
 SWITCHES: dict[str, dict[str, Any]] = {

@@ -61,8 +61,12 @@ MAY_IMPORT = {
     },
     "__main__": {"cli"},
 }
-WRAPS = {"qwen2_vl": "qwen2", "llama_vision": "llama", "qwen3_vl": "qwen3", "qwen3_5_vl": "qwen3_5"}
-"""Vision-language models and the text models that they are built on."""
+WRAPS = {
+    "qwen2_vl": {"qwen2"}, "llama_vision": {"llama"}, "qwen3_vl": {"qwen3"}, "qwen3_5_vl": {"qwen3_5"},
+    "qwen3_vl_moe": {"qwen3_vl", "qwen3_moe"}, "qwen3_5_moe": {"qwen3_5"},
+    "qwen3_5_moe_vl": {"qwen3_5_moe", "qwen3_5_vl"},
+}  # fmt: skip
+"""Models that are others with a vision tower or with experts."""
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
@@ -108,7 +112,7 @@ def test_one_architecture_does_not_import_another():
     assert {"llama", "phi3", "qwen2_vl"} <= archs
     for name in archs:
         for module in _imports(PACKAGE / "arch" / f"{name}.py"):
-            others = archs - {name, WRAPS.get(name)}
+            others = archs - {name, *WRAPS.get(name, ())}
             assert module not in {f"ligermodels.arch.{other}" for other in others}, f"arch/{name}.py imports {module}"
 
 

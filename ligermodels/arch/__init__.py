@@ -25,6 +25,7 @@ from ligermodels.arch.glm4_moe import Glm4Moe as Glm4Moe, Glm4MoeConfig as Glm4M
 from ligermodels.arch.phi3 import Phi3 as Phi3, Phi3Config as Phi3Config
 from ligermodels.arch.qwen2_vl import Qwen2VL as Qwen2VL, Qwen2VLConfig as Qwen2VLConfig
 from ligermodels.arch.qwen3_vl import Qwen3VL as Qwen3VL, Qwen3VLConfig as Qwen3VLConfig
+from ligermodels.arch.qwen3_vl_moe import Qwen3VLMoe as Qwen3VLMoe, Qwen3VLMoeConfig as Qwen3VLMoeConfig
 from ligermodels.arch.qwen3_5_vl import Qwen3_5VL as Qwen3_5VL, Qwen3_5VLConfig as Qwen3_5VLConfig
 from ligermodels.arch.llama_vision import LlamaVision as LlamaVision, LlamaVisionConfig as LlamaVisionConfig
 

@@ -434,7 +434,8 @@ class VisionConfig(CheckedFields):
 class NestedFields(CheckedFields):
     """Reads and writes a config.json with a text_config and a vision_config; a mixin before the config of the text.
 
-    root: the unknown keys beside the two objects. Of a field that stands in both places, that of the text holds.
+    root: the unknown keys beside the two objects. Of a field that stands in both places, that of the text holds; of
+    tie_word_embeddings that of the root, as in transformers 5, which writes a default into the text.
     """
 
     text_type: ClassVar[str]
@@ -464,7 +465,7 @@ class NestedFields(CheckedFields):
         left_out = KNOWN_WITHOUT_EFFECT - cls.field_names() - types - quantized | parts
         root = {key: value for key, value in config.items() if key not in left_out | ids}
         text = {key: value for key, value in text.items() if key not in left_out | (types & root.keys() and types)}
-        tied = root.get("tie_word_embeddings") or text.get("tie_word_embeddings") or False
+        tied = root.get("tie_word_embeddings", text.get("tie_word_embeddings")) or False
         config_of_text = parent.from_hf({**root, **text, "vision_config": vision, "tie_word_embeddings": tied})
         config_of_text.root = {
             key: config_of_text.extra.pop(key) for key in root if key in config_of_text.extra and key not in text

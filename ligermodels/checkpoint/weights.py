@@ -88,10 +88,17 @@ class Names:
     ignore: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
 
-    def found(self, model: nn.Module, stored: Container[str]) -> Self:
-        """With the one of the tables that has the most names in a checkpoint of `stored`; in a tie, the first."""
-        tables = (self.table, *self.also)
-        counts = [sum(region.source in stored for region in regions(model, table)) for table in tables]
+    def found(self, model: nn.Module, headers: Mapping[str, TensorInfo]) -> Self:
+        """With the one of the tables that has the most names in a checkpoint; in a tie, the one that has the most
+        shapes there, or else the first."""
+        if not self.also:
+            return self
+        tables, wholes = (self.table, *self.also), _wholes(model)
+        counts = []
+        for table in tables:
+            stored = [region for region in regions(model, table) if region.source in headers]
+            fitting = [x for x in stored if x.shape(wholes[x.param]) == headers[x.source].shape]
+            counts.append((len(stored), len(fitting)))
         return replace(self, table=tables[counts.index(max(counts))], also=())
 
 
@@ -236,8 +243,7 @@ def check(model: nn.Module, names: Names, headers: Mapping[str, TensorInfo], whe
     Raises CheckpointError with the names that do not fit and a likely cause, and the error of `check_buffers`.
     """
     check_buffers(model)
-    rows = row_parts(model)
-    wholes = {name: _shape(param, rows.get(plain_name(name))) for name, param in named_weights(model)}
+    wholes = _wholes(model)
     expected = {box.source: box.shape(wholes[box.param]) for box in regions(model, names.table)}
     copies = {name: wholes[ours] for name, ours in names.tied.items()}
     shapes = {name: shape for name, shape in {**copies, **expected}.items() if name in headers}
@@ -620,6 +626,12 @@ def _shape(param: Tensor, rows: Sequence[int] | None = None) -> tuple[int, ...]:
     if rows is not None and _is_sharded(param):
         return sum(rows), *shape[2:]
     return (shape[0], 2 * shape[2], shape[3]) if _holds_gate_and_up(param) else shape
+
+
+def _wholes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """{weight: its shape in a checkpoint}."""
+    rows = row_parts(model)
+    return {name: _shape(param, rows.get(plain_name(name))) for name, param in named_weights(model)}
 
 
 def _holds_gate_and_up(param: Tensor) -> bool:

@@ -32,6 +32,7 @@ CONFIGS = ("processor_config.json", "preprocessor_config.json", "video_preproces
 FAMILIES = {
     "qwen2_vl": "Qwen2VLImageProcessor",
     "qwen3_vl": "Qwen2VLImageProcessor",
+    "qwen3_vl_moe": "Qwen2VLImageProcessor",
     "qwen3_5": "Qwen2VLImageProcessor",
     "mllama": "MllamaImageProcessor",
 }

@@ -42,6 +42,11 @@ EXTRA = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
         "vision_config": {**QWEN3_TOWER, "deepstack_visual_indexes": [0]},
     },
+    "qwen3_vl_moe": {
+        "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
+        "vision_config": {**QWEN3_TOWER, "deepstack_visual_indexes": [0]},
+    },
     "qwen3_5": {
         "head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "full_attention_interval": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 0, 0]},

@@ -20,7 +20,7 @@ from tests.tiny import FAMILIES, TINY
 
 CONFIGS = {name: {"model_type": name, **TINY, **changes} for name, changes in FAMILIES.items()}
 CONFIGS |= {"mllama": llama_vision.tiny(), "qwen2_vl": qwen2_vl.tiny()}
-CONFIGS |= {"qwen3_vl": qwen3_vl.qwen3_vl(), "qwen3_5": qwen3_vl.qwen3_5()}
+CONFIGS |= {"qwen3_vl": qwen3_vl.qwen3_vl(), "qwen3_5": qwen3_vl.qwen3_5(), "qwen3_vl_moe": qwen3_vl.qwen3_vl_moe()}
 
 
 @functools.cache

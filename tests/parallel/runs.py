@@ -75,6 +75,7 @@ FAMILIES = {
     ),
     "qwen2_vl": qwen2_vl.tiny(vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2),
     "qwen3_vl": qwen3_vl.qwen3_vl(vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2),
+    "qwen3_vl_moe": qwen3_vl.qwen3_vl_moe(vocab_size=VOCAB, initializer_range=0.2),
     "qwen3_5_vl": qwen3_vl.qwen3_5(
         vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2, linear_num_key_heads=4,
     ),
@@ -139,7 +140,7 @@ def batch(family, kind):
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 90, (ROWS, LENGTH), generator=draw)
     made = {"input_ids": ids}
-    if family.endswith("_vl") and kind == "images":
+    if "_vl" in family and kind == "images":
         grids = [(2, 3), (3, 2), (1, 6), (6, 1)]  # one a row, of 6 tokens
         ids[:, 4:10] = qwen2_vl.IMAGE
         made["image_grid_thw"] = torch.tensor([(1, 2 * h, 2 * w) for h, w in grids])
@@ -252,7 +253,7 @@ def gradients(family, split, recompute="none", kind="plain", trained="", offload
 def images_on_one_rank(family, packed=False):
     """Images on the first rank, text alone on the other."""
     images, text = part(batch(family, "images"), 0, 2), part(batch(family, "packed" if packed else "plain"), 0, 1)
-    if family.endswith("_vl"):  # one of the parts of the patches
+    if "_vl" in family:  # one of the parts of the patches
         images["pixel_values"] = batch(family, "images")["pixel_values"][: ROWS // 2 * 24]
     model = make(family)
     count = sum((one["labels"][:, 1:] != -100).sum() for one in (images, text))

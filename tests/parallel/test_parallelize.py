@@ -27,7 +27,7 @@ MIXED = 3.0
 """In bf16: how far our gradients may be off those of fp32, in units of how far those of one process in bf16 are, plus
 an ulp. The roundings are as many and as large, and others."""
 
-IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "qwen3_vl", "qwen3_5_vl", "mllama")}
+IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "mllama")}
 WITHOUT_TP = ("mllama", "qwen3_5_one_key_head")
 PAIRS = ("fsdp2", "tp2", "cp2")
 KINDS = ("packed", "restarting", "left", "right", "positions", "few", "long", "embeds")
@@ -80,6 +80,8 @@ QUICK = [
     gradients("gemma2", "fsdp2", offloads=True),
     gradients("qwen2_vl", "cp2"),
     gradients("qwen3_vl", "tp2"),
+    gradients("qwen3_vl_moe", "fsdp2"),
+    gradients("qwen3_vl_moe", "tp2"),
     gradients("toy", "fsdp2", recompute="block"),
     gradients("toy", "tp2", kind="packed"),
     gradients("toy", "cp2", kind="left"),

@@ -27,6 +27,7 @@ DRAWN = dict(initializer_range=0.2)
 VISION = {
     "qwen2_vl": qwen2_vl.tiny(DRAWN, **DRAWN),
     "qwen3_vl": qwen3_vl.qwen3_vl(DRAWN, **DRAWN),
+    "qwen3_vl_moe": qwen3_vl.qwen3_vl_moe(DRAWN, **DRAWN),
     "qwen3_5": qwen3_vl.qwen3_5(DRAWN, **DRAWN),
     "mllama": llama_vision.tiny(DRAWN, **DRAWN),
 }

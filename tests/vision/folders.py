@@ -107,6 +107,12 @@ def qwen3_vl(folder: Path, video: dict[str, Any] | None = None, **config: Any) -
     return folder
 
 
+def qwen3_vl_moe(folder: Path, video: dict[str, Any] | None = None, **config: Any) -> Path:
+    qwen3_vl(folder, video, **config)
+    write(folder, "config.json", {"model_type": "qwen3_vl_moe"})
+    return folder
+
+
 def qwen3_5(folder: Path, video: dict[str, Any] | None = None, **config: Any) -> Path:
     qwen3_vl(folder, video, **config)
     write(folder, "config.json", {"model_type": "qwen3_5"})

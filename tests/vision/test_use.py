@@ -39,6 +39,10 @@ def qwen3_vl(folder: Path, family: str = "qwen3_vl"):
     return {**getattr(small_qwen3_vl, family)(dict(patch_size=16, initializer_range=0.4), **text), **ids}
 
 
+def qwen3_vl_moe(folder: Path):
+    return qwen3_vl(folder, "qwen3_vl_moe")
+
+
 def qwen3_5(folder: Path):
     return qwen3_vl(folder, "qwen3_5")
 
@@ -54,7 +58,7 @@ def mllama(folder: Path):
     return {**config, "image_token_index": rows}
 
 
-@pytest.fixture(params=[qwen2_vl, qwen3_vl, qwen3_5, mllama], ids=lambda build: build.__name__)
+@pytest.fixture(params=[qwen2_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, mllama], ids=lambda build: build.__name__)
 def built(request, tmp_path):
     """(folder, transformers' model): a checkpoint of random weights that transformers wrote, with a processor."""
     config = transformers.AutoConfig.for_model(**request.param(tmp_path / "model"))
