@@ -96,8 +96,8 @@ def test_fp32_losses_are_those_of_transformers(family, write, device):
     assert expected[0] > 5.5 > 3.5 > expected[-LAST:].mean()  # it learns: ln 256 = 5.5 is the loss of a guess
     distance = difference(found, expected)
     # Curves of Qwen3.5 diverge: from weights that differ by 1e-7, those of transformers differ by 2e-5 after 32 steps
-    # and by 0.03 after 200.
-    early, late = (1e-4, 0.1) if family == "qwen3_5_text" else (1e-5, 1e-3)
+    # and by 0.03 after 200. With experts, one of which then gets another token, it is 0.006 and 0.02 after 32 and 50.
+    early, late = {"qwen3_5_text": (1e-4, 0.1), "qwen3_5_moe_text": (0.02, 0.1)}.get(family, (1e-5, 1e-3))
     assert distance[:32].max() < early
     assert distance[-1] < late
 

@@ -129,7 +129,7 @@ model(ids, labels=ids).loss.backward()
 assert all(p.grad.isfinite().all() for p in model.parameters())
 model.generate(ids, max_new_tokens=2)
 configs = {{"qwen2_vl": {QWEN2_VL}, "mllama": {MLLAMA}, "qwen3_vl": {QWEN3_VL}, "qwen3_5": {QWEN3_5}}}
-configs["qwen3_vl_moe"] = configs["qwen3_vl"] | {{"model_type": "qwen3_vl_moe"}}
+configs |= {{f"{{name}}_moe": configs[name] | {{"model_type": f"{{name}}_moe"}} for name in ("qwen3_vl", "qwen3_5")}}
 for model_type, arch in ligermodels.ARCHS.items():
     for device in ("meta", "cpu"):
         arch.from_config(configs.get(model_type, dict({TEXT}, model_type=model_type)), device=device)""",

@@ -20,6 +20,7 @@ from ligermodels.arch.qwen2 import Qwen2 as Qwen2, Qwen2Config as Qwen2Config
 from ligermodels.arch.qwen3 import Qwen3 as Qwen3, Qwen3Config as Qwen3Config
 from ligermodels.arch.qwen3_moe import Qwen3Moe as Qwen3Moe, Qwen3MoeConfig as Qwen3MoeConfig
 from ligermodels.arch.qwen3_5 import Qwen3_5 as Qwen3_5, Qwen3_5Config as Qwen3_5Config
+from ligermodels.arch.qwen3_5_moe import Qwen3_5Moe as Qwen3_5Moe, Qwen3_5MoeConfig as Qwen3_5MoeConfig
 from ligermodels.arch.qwen3_next import Qwen3Next as Qwen3Next, Qwen3NextConfig as Qwen3NextConfig
 from ligermodels.arch.glm4_moe import Glm4Moe as Glm4Moe, Glm4MoeConfig as Glm4MoeConfig
 from ligermodels.arch.phi3 import Phi3 as Phi3, Phi3Config as Phi3Config
@@ -27,6 +28,7 @@ from ligermodels.arch.qwen2_vl import Qwen2VL as Qwen2VL, Qwen2VLConfig as Qwen2
 from ligermodels.arch.qwen3_vl import Qwen3VL as Qwen3VL, Qwen3VLConfig as Qwen3VLConfig
 from ligermodels.arch.qwen3_vl_moe import Qwen3VLMoe as Qwen3VLMoe, Qwen3VLMoeConfig as Qwen3VLMoeConfig
 from ligermodels.arch.qwen3_5_vl import Qwen3_5VL as Qwen3_5VL, Qwen3_5VLConfig as Qwen3_5VLConfig
+from ligermodels.arch.qwen3_5_moe_vl import Qwen3_5MoeVL as Qwen3_5MoeVL, Qwen3_5MoeVLConfig as Qwen3_5MoeVLConfig
 from ligermodels.arch.llama_vision import LlamaVision as LlamaVision, LlamaVisionConfig as LlamaVisionConfig
 
 ARCHS: dict[str, type[CausalLM]] = {
@@ -36,7 +38,7 @@ ARCHS: dict[str, type[CausalLM]] = {
 }
 """model_type of config.json -> the class that reads it: every architecture imported above."""
 
-TEXTS = {"qwen3_5": "qwen3_5_text"}
+TEXTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """model_type of a model that reads images -> that of its text, where the zoo has a class for it alone."""
 
 PUBLIC = {"ARCHS", "load"} | {cls.__name__ for arch in ARCHS.values() for cls in (arch, arch.config_class)}

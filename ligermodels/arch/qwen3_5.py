@@ -31,9 +31,12 @@ from ligermodels.arch.block import ResidualBlock, attention, gated_mlp
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.gemma import NORM
+from ligermodels.checkpoint.weights import Table
 from ligermodels.errors import ConfigError
 from ligermodels.layers import Batch, GatedDeltaNet, MultiTokenPrediction, RMSNorm
 
+WITH_IMAGES: Table = {"model.{rest}": "model.language_model.{rest}"}
+"""The names in files of models that also read images."""
 LAYER_TYPES = ("linear_attention", "full_attention")
 
 
@@ -156,7 +159,7 @@ class Qwen3_5(PredictsTokens):
     """Qwen3.5 with a language-model head. `Qwen3_5.from_hub("Qwen/Qwen3.5-0.8B")` loads one."""
 
     config_class: ClassVar[type[ModelConfig]] = Qwen3_5Config
-    OTHER_LAYOUTS = ({"model.{rest}": "model.language_model.{rest}"},)
+    OTHER_LAYOUTS: ClassVar[tuple[Table, ...]] = (WITH_IMAGES,)
     IGNORE = (*CausalLM.IGNORE, r"^model\.visual\.")
 
     @classmethod

@@ -47,10 +47,11 @@ _CAUSAL = {arch.config_class.architecture: arch for arch in ARCHS.values()}
 _SCORED = {
     scored: arch
     for name, arch in _CAUSAL.items()
-    if (scored := MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(arch.config_class.model_type))
-    and name.endswith("ForCausalLM")
+    if name.endswith("ForCausalLM")
+    and (scored := MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(arch.config_class.model_type))
 }
-"""{name of a class of transformers, and of the class made here: our class for its model_type}."""
+"""{name of a class of transformers, and of the class made here: our class for its model_type}. Some have no class that
+scores texts, such as Qwen3.5 with experts."""
 
 _OURS = {
     "activation_checkpointing_disable", "activation_checkpointing_enable", "device", "forward", "generate",

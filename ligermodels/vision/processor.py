@@ -34,6 +34,7 @@ FAMILIES = {
     "qwen3_vl": "Qwen2VLImageProcessor",
     "qwen3_vl_moe": "Qwen2VLImageProcessor",
     "qwen3_5": "Qwen2VLImageProcessor",
+    "qwen3_5_moe": "Qwen2VLImageProcessor",
     "mllama": "MllamaImageProcessor",
 }
 """model_type of config.json -> image_processor_type of preprocessor_config.json, which may end in Fast or Pil."""

@@ -31,7 +31,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 LOGITS = 1e-5
 # Gradients pass the same depth twice.
 GRADIENTS = 3e-5
-STACKED = {"qwen3_vl_moe": True}
+STACKED = {"qwen3_vl_moe": True, "qwen3_5_moe": False, "qwen3_5_moe_text": False}
 """Families whose released files have the experts of a block in stacked tensors; whether these are transposed."""
 EVERY = ("test_logits_loss_and_every_gradient", "test_round_trip_is_bit_exact_and_both_generations_of_config_agree")
 """Tests that run on every entry of TINY without `slow`."""
@@ -74,11 +74,15 @@ def write_checkpoint(tiny, folder, seed=0, norm=1.0):
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
+    return save_as_released(model, folder)
+
+
+def save_as_released(model, folder):
+    """Saves transformers' model; where it writes another layout than that of released files, in theirs."""
     model.save_pretrained(folder)
-    family = tiny["model_type"]
-    if family in STACKED:  # which transformers 5 writes in another layout than the released one
+    if (family := model.config.model_type) in STACKED:
         tensors = {name: on_disk(family, name, x).contiguous() for name, x in model.state_dict().items()}
-        if config.tie_word_embeddings:
+        if model.config.tie_word_embeddings:
             del tensors["lm_head.weight"]
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -53,6 +53,12 @@ EXTRA = {
         "vision_config": QWEN3_TOWER,
     },
     "qwen3_5_text": {"head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "full_attention_interval": 2},
+    "qwen3_5_moe": {
+        "head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "full_attention_interval": 2,
+        "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 0, 0]},
+        "vision_config": QWEN3_TOWER,
+    },
     "mllama": {
         "cross_attention_layers": [1], "image_token_index": 48,
         "vision_config": {

@@ -47,7 +47,9 @@ def test_every_family_writes_the_same(name, device, steps):
     assert_same_ids(model, steps, ids, attention_mask=mask, recomputed=recomputed, **own)
 
 
-@pytest.mark.parametrize("build", [qwen2_vl.windowed, qwen3_vl.qwen3_vl, qwen3_vl.qwen3_vl_moe, qwen3_vl.qwen3_5])
+@pytest.mark.parametrize(
+    "build", [qwen2_vl.windowed, qwen3_vl.qwen3_vl, qwen3_vl.qwen3_vl_moe, qwen3_vl.qwen3_5, qwen3_vl.qwen3_5_moe]
+)
 def test_images_of_qwen(build, device, steps):
     config = build()
     model = with_large_weights(ligermodels.ARCHS[config["model_type"]].from_config(config, seed=0)).to(device)

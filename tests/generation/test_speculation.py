@@ -94,7 +94,9 @@ def test_frequencies_that_change_with_the_length_end_the_guesses(rope, device, s
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("build", [qwen2_vl.windowed, qwen3_vl.qwen3_vl, qwen3_vl.qwen3_vl_moe, qwen3_vl.qwen3_5])
+@pytest.mark.parametrize(
+    "build", [qwen2_vl.windowed, qwen3_vl.qwen3_vl, qwen3_vl.qwen3_vl_moe, qwen3_vl.qwen3_5, qwen3_vl.qwen3_5_moe]
+)
 def test_images_of_qwen(build, device, steps, guess):
     config = build()
     model = with_large_weights(ligermodels.ARCHS[config["model_type"]].from_config(config, seed=0)).to(device)

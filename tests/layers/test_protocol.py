@@ -20,13 +20,14 @@ from tests.tiny import FAMILIES, TINY
 
 CONFIGS = {name: {"model_type": name, **TINY, **changes} for name, changes in FAMILIES.items()}
 CONFIGS |= {"mllama": llama_vision.tiny(), "qwen2_vl": qwen2_vl.tiny()}
-CONFIGS |= {"qwen3_vl": qwen3_vl.qwen3_vl(), "qwen3_5": qwen3_vl.qwen3_5(), "qwen3_vl_moe": qwen3_vl.qwen3_vl_moe()}
+CONFIGS |= {"qwen3_vl": qwen3_vl.qwen3_vl(), "qwen3_5": qwen3_vl.qwen3_5()}
+CONFIGS |= {"qwen3_vl_moe": qwen3_vl.qwen3_vl_moe(), "qwen3_5_moe": qwen3_vl.qwen3_5_moe()}
 
 
 @functools.cache
 def model_of(name):
     model = ARCHS[name].from_config(ARCHS[name].config_class.from_hf(CONFIGS[name]), dtype=torch.float32)
-    if name == "qwen3_5_text":
+    if name in ("qwen3_5_text", "qwen3_5_moe_text"):
         add_mtp(model)
     return model
 

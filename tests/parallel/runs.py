@@ -79,6 +79,15 @@ FAMILIES = {
     "qwen3_5_vl": qwen3_vl.qwen3_5(
         vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2, linear_num_key_heads=4,
     ),
+    "qwen3_5_moe_vl": qwen3_vl.qwen3_5_moe(
+        vocab_size=VOCAB, shared_expert_intermediate_size=24, initializer_range=0.2, linear_num_key_heads=4,
+    ),
+    "qwen3_5_moe_mtp": dict(
+        SIZES, model_type="qwen3_5_moe_text", head_dim=8, linear_key_head_dim=16, linear_value_head_dim=8,
+        linear_num_key_heads=4, linear_num_value_heads=8, full_attention_interval=2, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=24, output_router_logits=True,
+        router_aux_loss_coef=0.5,
+    ),
     "mllama": dict(
         model_type="mllama", image_token_index=VOCAB, vision_config=TOWER,
         text_config=dict(SIZES, num_hidden_layers=3, cross_attention_layers=[1]),

@@ -27,7 +27,10 @@ MIXED = 3.0
 """In bf16: how far our gradients may be off those of fp32, in units of how far those of one process in bf16 are, plus
 an ulp. The roundings are as many and as large, and others."""
 
-IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "mllama")}
+IMAGES = {
+    family: dict(kind="images")
+    for family in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "qwen3_5_moe_vl", "mllama")
+}
 WITHOUT_TP = ("mllama", "qwen3_5_one_key_head")
 PAIRS = ("fsdp2", "tp2", "cp2")
 KINDS = ("packed", "restarting", "left", "right", "positions", "few", "long", "embeds")
@@ -82,6 +85,11 @@ QUICK = [
     gradients("qwen3_vl", "tp2"),
     gradients("qwen3_vl_moe", "fsdp2"),
     gradients("qwen3_vl_moe", "tp2"),
+    gradients("qwen3_5_moe_vl", "fsdp2"),
+    gradients("qwen3_5_moe_vl", "tp2"),
+    gradients("qwen3_5_moe_mtp", "fsdp2", kind="restarting"),
+    gradients("qwen3_5_moe_mtp", "tp2", kind="packed"),
+    gradients("qwen3_5_moe_mtp", "cp2", kind="packed", recompute="block"),
     gradients("toy", "fsdp2", recompute="block"),
     gradients("toy", "tp2", kind="packed"),
     gradients("toy", "cp2", kind="left"),

@@ -27,6 +27,9 @@ OWN = {
     "qwen3_5_text": dict(head_dim=16, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8,
         linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4),
 }  # fmt: skip
+OWN["qwen3_5_moe_text"] = OWN["qwen3_5_text"] | dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28
+)
 FAMILIES = ("llama", "qwen2")
 """One with a tied head, one with an untied head and biases."""
 WORDS = ["<unk>", "<s>", "</s>", "<pad>", "<|user|>", "<|assistant|>", *"abcdefghijklmnopqrstuvwxyz"]

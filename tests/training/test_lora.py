@@ -231,7 +231,7 @@ def test_every_kind_of_layer_computes_its_adapters(options):
         torch.testing.assert_close(merge_lora(layer)(x, *inputs), adapted_output, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("config", [qwen2_vl.tiny(), qwen3_vl.qwen3_vl_moe(), qwen3_vl.qwen3_5()], ids=MODEL_TYPE)
+@pytest.mark.parametrize("config", [qwen2_vl.tiny(), qwen3_vl.qwen3_vl_moe(), qwen3_vl.qwen3_5_moe()], ids=MODEL_TYPE)
 def test_vision_towers_are_left_out_unless_named(config, tmp_path):
     def vl():
         return ARCHS[config["model_type"]].from_config(config, dtype=torch.float32, device="cpu", seed=0)

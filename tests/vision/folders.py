@@ -119,6 +119,12 @@ def qwen3_5(folder: Path, video: dict[str, Any] | None = None, **config: Any) ->
     return folder
 
 
+def qwen3_5_moe(folder: Path, video: dict[str, Any] | None = None, **config: Any) -> Path:
+    qwen3_vl(folder, video, **config)
+    write(folder, "config.json", {"model_type": "qwen3_5_moe"})
+    return folder
+
+
 def mllama(folder: Path, **config: Any) -> Path:
     special = {"bos_token": MLLAMA_TOKENS[0], "eos_token": "<|eot_id|>", "pad_token": "<|finetune_right_pad_id|>"}
     _tokenizer(folder, MLLAMA_TOKENS, **special)

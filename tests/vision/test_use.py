@@ -47,6 +47,12 @@ def qwen3_5(folder: Path):
     return qwen3_vl(folder, "qwen3_5")
 
 
+def qwen3_5_moe(folder: Path):
+    config = qwen3_vl(folder, "qwen3_5_moe")
+    config["text_config"]["initializer_range"] = 0.6  # with less it says the same to all
+    return config
+
+
 def mllama(folder: Path):
     folders.mllama(folder, size={"height": 28, "width": 28})
     tokenizer = ligermodels.Tokenizer.from_folder(folder)
@@ -58,7 +64,9 @@ def mllama(folder: Path):
     return {**config, "image_token_index": rows}
 
 
-@pytest.fixture(params=[qwen2_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, mllama], ids=lambda build: build.__name__)
+@pytest.fixture(
+    params=[qwen2_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, mllama], ids=lambda build: build.__name__
+)
 def built(request, tmp_path):
     """(folder, transformers' model): a checkpoint of random weights that transformers wrote, with a processor."""
     config = transformers.AutoConfig.for_model(**request.param(tmp_path / "model"))
