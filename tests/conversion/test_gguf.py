@@ -52,6 +52,13 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": 
 GEMMA = {"head_dim": 8, "tie_word_embeddings": True}
 GEMMA2 = {**GEMMA, "query_pre_attn_scalar": 8}
 PHI3_LONG = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64, "rope_scaling": LONGROPE}
+QWEN3_MOE = {
+    "head_dim": 16,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 QWEN3_5 = {
     "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2,
     "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -75,6 +82,7 @@ MODELS = {
     "gemma2": ("gemma2", {**GEMMA2, "sliding_window": 8}),
     "qwen2": ("qwen2", {"rope_scaling": YARN}),
     "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3.5": ("qwen3_5_text", QWEN3_5),
     "qwen3.5, one key head": ("qwen3_5_text", QWEN3_5 | {"linear_num_key_heads": 1, "tie_word_embeddings": True}),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
@@ -85,6 +93,7 @@ MODELS = {
 OF_FAMILY = {"llama": "llama 3", "mistral": "mistral 0.3", "gemma": "gemma 1", "gemma2": "gemma 2", "qwen2": "qwen 2"}
 OF_FAMILY |= {"mixtral": "mixtral", "phi3": "llama 2", "qwen3": "qwen 2", "qwen3_5_text": "qwen 3.5"}
 OF_FAMILY["glm4_moe"] = "llama 3"
+OF_FAMILY["qwen3_moe"] = "qwen 2"
 QUIET = {"progress": False}
 
 
@@ -139,7 +148,7 @@ NAMES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "self_attn.o_proj": "attn_output",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_proj": "ffn_gate",
     "mlp.gate_up_proj": "ffn_up", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "block_sparse_moe.gate": "ffn_gate_inp", "input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "block_sparse_moe.gate": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp", "input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm", "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
@@ -205,7 +214,13 @@ def divisor(i: int, dim: int, theta: float = 500000.0) -> float:
 
 def wanted_fields(name: str, rows: int) -> dict:
     family, fields = MODELS[name]
-    arch = {"mistral": "llama", "mixtral": "llama", "qwen3_5_text": "qwen35", "glm4_moe": "glm4moe"}
+    arch = {
+        "mistral": "llama",
+        "mixtral": "llama",
+        "qwen3_5_text": "qwen35",
+        "glm4_moe": "glm4moe",
+        "qwen3_moe": "qwen3moe",
+    }
     arch = arch.get(family, family)
     size = fields.get("head_dim") or 8
     rotated = {"phi3, long": 6, "qwen3_5_text": 8, "glm4_moe": 8}
@@ -219,6 +234,7 @@ def wanted_fields(name: str, rows: int) -> dict:
         "llama, tied": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
         "mistral, window": {"attention.sliding_window": 64},
         "mixtral": {"expert_count": 3, "expert_used_count": 2},
+        "qwen3_moe": {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 24},
         "gemma2": {"attention.sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         "qwen2": {
             "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
@@ -251,7 +267,9 @@ def wanted_fields(name: str, rows: int) -> dict:
 
 def names_of_llama_cpp(family: str) -> set[str]:
     """The tensors that the gguf package knows of an architecture."""
-    arch = {"mistral": "LLAMA", "mixtral": "LLAMA", "qwen3_5_text": "QWEN35"}.get(family, family.upper())
+    arch = {"mistral": "LLAMA", "mixtral": "LLAMA", "qwen3_moe": "QWEN3MOE", "qwen3_5_text": "QWEN35"}.get(
+        family, family.upper()
+    )
     patterns = [gguf.TENSOR_NAMES[one] for one in gguf.MODEL_TENSORS[gguf.MODEL_ARCH[arch]]]
     names = {pattern.format(bid=layer) for pattern in patterns for layer in range(2)}
     return names | {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
@@ -279,6 +297,14 @@ def test_tensors_and_keys(tmp_path, model_of, name, dtype):
     wanted = wanted_fields(name, read_json(folder / "config.json")["vocab_size"])
     wanted["general.file_type"] = {"bf16": 32, "fp32": 0, "fp16": 1}[dtype]
     assert fields == {k: pytest.approx(v, rel=1e-6) if isinstance(v, float) else v for k, v in wanted.items()}
+
+
+def test_experts_need_no_size_of_dense_blocks(tmp_path):
+    source = small_model(tmp_path / "source", "qwen 2", "qwen3_moe", **{**QWEN3_MOE, "intermediate_size": None})
+    to_gguf(source, tmp_path / "out.gguf", verify="bytes")
+    assert "qwen3moe.feed_forward_length" not in fields_of(tmp_path / "out.gguf")
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(load(tmp_path / "out.gguf")(ids).logits, load(source)(ids).logits)
 
 
 def test_phi_3_in_the_name():
@@ -373,6 +399,9 @@ REFUSED = [
     ("gemma2", {**GEMMA, "query_pre_attn_scalar": 144}, "query_pre_attn_scalar 144"),
     ("gemma2", {**GEMMA2, "attn_logit_softcapping": None}, "softcapping null"),
     ("gemma2", {**GEMMA2, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": False}, "norm_topk_prob false"),
+    ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}, "blocks without experts"),
+    ("qwen3_moe", {**QWEN3_MOE, "attention_bias": True}, "attention_bias"),
     ("qwen3_5_text", {**QWEN3_5, "attention_bias": True}, "attention_bias"),
     ("qwen3_5_text", {**QWEN3_5, "linear_value_head_dim": 8}, r"linear_value_head_dim 8 \(it takes 16"),
     ("qwen3_5_text", {**QWEN3_5, "layer_types": ["full_attention", "linear_attention"]}, "layer_types other than"),

@@ -21,6 +21,7 @@ _SILU, _GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
 FAMILIES = {
     "llama": ("llama", _SILU), "mistral": ("llama", _SILU), "mixtral": ("llama", _SILU), "gemma": ("gemma", _GELU),
     "gemma2": ("gemma2", _GELU), "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU),
+    "qwen3_moe": ("qwen3moe", _SILU),
     "qwen3_5_text": ("qwen35", _SILU), "phi3": ("phi3", _SILU), "glm4_moe": ("glm4moe", _SILU),
 }  # fmt: skip
 """{model_type: (llama.cpp's architecture, the names of the activation that llama.cpp computes)}."""
@@ -37,6 +38,10 @@ _KEYS = {
 """{key of the metadata, after the architecture: field of config.json}."""
 _KEYS_OF = {
     "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    "qwen3_moe": {
+        "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
     "gemma2": {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
     "qwen3_5_text": {
         "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
@@ -50,7 +55,11 @@ _KEYS_OF = {
         "leading_dense_block_count": "first_k_dense_replace",
     },
 }  # fmt: skip
-_ARCHITECTURES = {"qwen3_5_text": "Qwen3_5ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
+_ARCHITECTURES = {
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _FRACTIONS = (*_CAPS, "expert_weights_scale")
 _DEFAULTS = {
@@ -122,6 +131,8 @@ def sizes_of(metadata: Metadata) -> dict[str, Any]:
     heads, width = metadata.required("attention.head_count"), metadata.required("embedding_length")
     defaults = {"attention.head_count_kv": heads, "attention.key_length": width // heads, **_DEFAULTS}
     keys = _KEYS | _KEYS_OF.get(metadata.model_type, {})
+    if metadata.model_type == "qwen3_moe":  # it computes no dense blocks, whose size this is
+        defaults["feed_forward_length"] = metadata.required("expert_feed_forward_length")
     fields = {field: metadata.required(key, defaults.get(key)) for key, field in keys.items()}
     if metadata.get("attention.value_length", fields["head_dim"]) != fields["head_dim"]:
         raise ConfigError(f"{metadata.where}: values and keys of a head have other sizes, which is not supported")
@@ -168,6 +179,8 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
         config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in headers
     if model_type == "llama":
         config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in headers
+    if model_type == "qwen3_moe":
+        config["norm_topk_prob"] = True  # as llama.cpp computes it
     if model_type in ("gemma", "gemma2"):
         config["hidden_activation"] = activation
     if model_type == "gemma2":
@@ -280,7 +293,8 @@ def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | fl
     keys = _KEYS | _KEYS_OF.get(kind, {})
     metadata: dict[str, int | float | str | list[int]] = {"vocab_size": config.vocab_size}
     for key, field in keys.items():
-        value = getattr(config, field)
+        if (value := getattr(config, field)) is None:  # intermediate_size where all blocks have experts
+            continue
         metadata[key] = float(value) if key in _FRACTIONS else value  # a cap may be a whole number in config.json
     if mtp_layers:
         metadata |= {"block_count": config.num_hidden_layers + mtp_layers, "nextn_predict_layers": mtp_layers}
@@ -334,7 +348,7 @@ def check(model: Any, where: str) -> None:
     odd = [f"hidden_act {c.hidden_act}"] * (c.hidden_act not in activations)
     if arch in ("gemma", "gemma2"):
         odd += ["a head of its own (tie_word_embeddings false)"] * (not c.tie_word_embeddings)
-    if arch in ("gemma", "gemma2", "qwen3", "qwen35"):
+    if arch in ("gemma", "gemma2", "qwen3", "qwen3moe", "qwen35"):
         odd += ["attention_bias"] * c.attention_bias
     if arch == "gemma2":
         scalar = _gemma2_scalar(len(layers), c.hidden_size, c.num_attention_heads, c.head_dim)
@@ -350,6 +364,9 @@ def check(model: Any, where: str) -> None:
             odd.append("layer_types other than full attention in every n-th layer")
     if arch == "glm4moe" and c.n_group != 1:
         odd.append(f"n_group {c.n_group}")
+    if arch == "qwen3moe":
+        odd += ["norm_topk_prob false"] * (not c.norm_topk_prob)
+        odd += ["blocks without experts"] * (not all(map(c.has_experts, layers)))
     if arch == "phi3" and c.head_dim * c.num_attention_heads != c.hidden_size:
         odd.append(f"head_dim {c.head_dim} (it takes hidden_size / num_attention_heads)")
     odd += _odd_rope(c, model.decoder.rotary_emb, arch)

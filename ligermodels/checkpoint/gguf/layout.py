@@ -44,6 +44,10 @@ _OF_FAMILY = {
         "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    "qwen3_moe": {
+        "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_down_exps": "mlp.experts.{}.down_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
+    },
     "qwen3_5_text": {
         "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
         "attn_gate": "linear_attn.in_proj_z", "ssm_alpha": "linear_attn.in_proj_a",
