@@ -21,11 +21,11 @@ from ligermodels.recipes.data.examples import IGNORED, best_fit, encode, packed_
 from ligermodels.recipes.data.formats import read
 from ligermodels.recipes.data.rows import open_rows
 from ligermodels.text import Tokenizer
-from tests.arch.suite import auto_class
+from tests.arch.suite import auto_class, save_as_released
 from tests.recipes.runs import check_same, metrics, on_two, options_of, train
 from tests.vision import folders, test_use
 
-FAMILIES = ("qwen2_vl", "qwen3_vl", "qwen3_5", "mllama")
+FAMILIES = ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mllama")
 NAMES = ("red.png", "wide.png", "deep/tall.png")
 
 
@@ -39,7 +39,7 @@ def home(request, tmp_path_factory):
     for name, gate in model.named_parameters():
         if "gate" in name and gate.numel() == 1:
             torch.nn.init.constant_(gate, 0.7)
-    model.save_pretrained(home / "model")
+    save_as_released(model, home / "model")
     (home / "deep").mkdir()
     for number, (name, size) in enumerate(zip(NAMES, [(60, 60), (40, 100), (90, 50)], strict=True)):
         folders.draw(*size, seed=number).save(home / name)
@@ -230,15 +230,16 @@ def home_of_texts(home, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("home", ["qwen3_5"], indirect=True)
-@pytest.mark.filterwarnings("ignore:qwen3_5. only the text model is read")
+@pytest.mark.parametrize("home", ["qwen3_5", "qwen3_5_moe"], indirect=True)
+@pytest.mark.filterwarnings("ignore:qwen3_5(_moe)?. only the text model is read")
 def test_the_text_of_a_model_that_reads_images_trains_alone(home_of_texts):
     home = home_of_texts
     rows_of(home, {"messages": [{"role": "user", "content": "why"}, said("a cat")]}, name="texts.jsonl")
     flags = ["--max-length", "64", "--accumulation", "1", "--max-steps", "2"]
     before = load_file(home / "model" / "model.safetensors")
     tower = {key for key in before if ".visual." in key}
-    for name, more, kind in (("whole", [], "qwen3_5"), ("text", ["--text-only"], "qwen3_5_text")):
+    whole = json.loads((home / "model" / "config.json").read_text())["model_type"]
+    for name, more, kind in (("whole", [], whole), ("text", ["--text-only"], f"{whole}_text")):
         assert train(home, name, *flags, *more, data="texts.jsonl") == 0
         after = load_file(home / name / "model" / "model.safetensors")
         assert json.loads((home / name / "model" / "config.json").read_text())["model_type"] == kind
