@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ligermodels.arch.config import NestedFields
+from ligermodels.arch.config import ModelConfig, NestedFields
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.inputs import TextInputs
 from ligermodels.arch.qwen3 import Qwen3Block, Qwen3Config
@@ -26,12 +26,9 @@ from ligermodels.arch.qwen_vl import ImageTokens, QwenVL, QwenVLModel
 
 
 @dataclass(kw_only=True)
-class Qwen3VLConfig(NestedFields, ImageTokens, Qwen3Config):
-    """config.json of model_type qwen3_vl: the fields of its text_config, vision_config and the ids of tokens."""
+class Qwen3VLImages(NestedFields, ImageTokens):
+    """What a config.json has beside the fields of its text: vision_config and the ids of tokens."""
 
-    model_type: ClassVar[str] = "qwen3_vl"
-    architecture: ClassVar[str] = "Qwen3VLForConditionalGeneration"
-    text_type: ClassVar[str] = "qwen3_vl_text"
     vision_class: ClassVar = Qwen3VLVisionConfig
     root_fields: ClassVar = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     default_rope_theta: ClassVar[float] = 500000.0
@@ -42,10 +39,19 @@ class Qwen3VLConfig(NestedFields, ImageTokens, Qwen3Config):
     max_position_embeddings: int = 128000
     vision_config: Qwen3VLVisionConfig = field(default_factory=Qwen3VLVisionConfig)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self: Any) -> None:
         super().__post_init__()
         if self.sliding_window is not None:
             raise self._error("sliding_window", "is not supported: every block sees all tokens here")
+
+
+@dataclass(kw_only=True)
+class Qwen3VLConfig(Qwen3VLImages, Qwen3Config):
+    """config.json of model_type qwen3_vl."""
+
+    model_type: ClassVar[str] = "qwen3_vl"
+    architecture: ClassVar[str] = "Qwen3VLForConditionalGeneration"
+    text_type: ClassVar[str] = "qwen3_vl_text"
 
 
 class DeepStackDecoder(Decoder):
@@ -74,10 +80,11 @@ class DeepStackDecoder(Decoder):
 class Qwen3VL(QwenVL):
     """Qwen3-VL with a language-model head. `Qwen3VL.from_hub("Qwen/Qwen3-VL-4B-Instruct")` loads one."""
 
-    config_class = Qwen3VLConfig
+    config_class: ClassVar[type[ModelConfig]] = Qwen3VLConfig
+    block_class: ClassVar[type[nn.Module]] = Qwen3Block
     _no_split_modules: ClassVar = ["Qwen3Block", "VisionBlock"]
 
     @classmethod
-    def make_model(cls, config: Qwen3VLConfig) -> QwenVLModel:
-        text = DeepStackDecoder(config, Qwen3Block, position_axes=3)
+    def make_model(cls, config: Any) -> QwenVLModel:
+        text = DeepStackDecoder(config, cls.block_class, position_axes=3)
         return QwenVLModel(config, Qwen3VLTower(config.vision_config), text)
