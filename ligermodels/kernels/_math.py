@@ -54,6 +54,13 @@ def activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
+def unit(gate, up, NAME: tl.constexpr, EXACT: tl.constexpr):
+    """(act(gate) * up, its derivative by gate, its derivative by up)."""
+    act, slope = activation(gate, NAME, EXACT)
+    return act * up, slope * up, act
+
+
+@triton.jit
 def head_rows(rows, of_t, of_h, HEADS: tl.constexpr):
     """Offsets of rows of [tokens, HEADS, N]."""
     return (rows // HEADS).to(tl.int64) * of_t + (rows % HEADS).to(tl.int64) * of_h

@@ -257,9 +257,11 @@ class MoE(Layer):
             yield linears_part(self, ["shared_expert_gate"], at)
 
     def saved_per_token(self, policy: str) -> int:
-        """gate and up of the chosen experts, the scores where all make up the weights, and what the shared expert
-        saves, with its output and the number that multiplies it."""
-        inside = 2 * self.top_k * self.experts.intermediate_size if policy == "none" else 0
+        """gate and up of the chosen experts, with the ranks of an adapter, the scores where all make up the weights,
+        and what the shared expert saves, with its output and the number that multiplies it."""
+        adapter = self.experts.adapters.get("gate_up_proj")
+        inside = 2 * self.experts.intermediate_size + (0 if adapter is None else adapter.r)
+        inside = self.top_k * inside if policy == "none" else 0
         if self.routing.get("score") != "sigmoid" and not self.routing.get("normalize", True):
             inside += (1 + self.gate.fp32) * len(self.gate.weight)
         if self.shared is not None:

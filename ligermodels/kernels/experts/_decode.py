@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import activation
+from ligermodels.kernels._math import unit
 from ligermodels.kernels._triton import (
     cdiv,
     let_next_start,
@@ -93,8 +93,8 @@ def _up_kernel(
 
 @triton.jit
 def _unit(gate, up, NAME: tl.constexpr, dtype: tl.constexpr):
-    act, _ = activation(gate, NAME, dtype == tl.float32)
-    return (act * up).to(dtype)
+    h, _, _ = unit(gate, up, NAME, dtype == tl.float32)
+    return h.to(dtype)
 
 
 @triton.jit

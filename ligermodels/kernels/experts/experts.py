@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import ACTIVATIONS, activation
+from ligermodels.kernels._math import ACTIVATIONS, activation, unit
 from ligermodels.kernels._recompute import handle_of, may_overwrite, recomputed
 from ligermodels.kernels._triton import next_power_of_2, once_differentiable, tl, triton, use_triton
 from ligermodels.kernels.experts._decode import decode_experts, decode_takes
@@ -118,11 +118,11 @@ def _backward_kernel(
         cols = start + tl.arange(0, BLOCK)
         mask = cols < WIDTH
         gate = tl.load(gate_up_ptr + row * STRIDE + cols, mask=mask, other=0.0).to(ACC)
-        h, slope = activation(gate, NAME, dtype == tl.float32)
-        act = h
         if GATED:
             up = tl.load(gate_up_ptr + row * STRIDE + cols + WIDTH, mask=mask, other=0.0).to(ACC)
-            h = act * up
+            h, slope, act = unit(gate, up, NAME, dtype == tl.float32)
+        else:
+            h, slope = activation(gate, NAME, dtype == tl.float32)
         if HAS_DH:
             dh = tl.load(dh_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(ACC)
             tl.debug_barrier()  # all loads before the stores that may overwrite them: see glu.py
@@ -131,7 +131,6 @@ def _backward_kernel(
             target = d_gate_up_ptr + row * STRIDE + cols
             if GATED:
                 tl.store(target + WIDTH, (dh * act).to(dtype), mask=mask)
-                dh *= up
             tl.store(target, (dh * slope).to(dtype), mask=mask)
         if EMIT:
             tl.store(dh_ptr + row * WIDTH + cols, (h * weight).to(dtype), mask=mask)

@@ -16,14 +16,18 @@ from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import activation, exp
 from ligermodels.kernels._triton import (
+    FEW_ROWS,
     accumulator,
     cdiv,
     last_dim_contiguous,
     next_power_of_2,
     once_differentiable,
+    overlapping,
+    overlaps_launches,
     tl,
     triton,
     use_triton,
+    wait_for_previous,
 )
 
 SCORES = ("softmax", "sigmoid")
@@ -114,9 +118,10 @@ def _route_kernel(
     weights_ptr, experts_ptr, chosen_ptr, logits_ptr, bias_ptr, n_rows, stride,
     E: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr, TO_ZERO: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """chosen_ptr: for SIGMOID, the logits of the chosen experts, which the backward reads."""
+    wait_for_previous(OVERLAP)
     ACC: tl.constexpr = weights_ptr.dtype.element_ty
     EXACT: tl.constexpr = weights_ptr.dtype.element_ty == tl.float32  # as in `activation`; fp64 is exact as it is
     rows = tl.program_id(0).to(tl.int64)[None, None] * ROWS + tl.arange(0, ROWS)[:, None]
@@ -236,11 +241,12 @@ class _Route(torch.autograd.Function):
         chosen = torch.empty_like(weights) if sigmoid else None
         if n_rows:
             block_e, block_k, rows = _route_tile(num_experts, top_k)
+            overlap = n_rows <= FEW_ROWS and overlaps_launches(logits)
             launch(
                 _route_kernel, (cdiv(n_rows, rows),),
                 weights, experts, chosen, logits, None if bias is None else bias.contiguous(), n_rows,
                 logits.stride(0), num_experts, top_k, normalize, sigmoid, groups, kept, to_zero, eps, scale,
-                block_e, block_k, next_power_of_2(groups), rows, num_warps=4,
+                block_e, block_k, next_power_of_2(groups), rows, overlap, num_warps=4, **overlapping(overlap),
             )  # fmt: skip
         ctx.save_for_backward(experts, chosen if sigmoid else weights if normalize else logits)
         ctx.mark_non_differentiable(experts)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import activation
+from ligermodels.kernels._math import unit
 from ligermodels.kernels._triton import (
     cdiv,
     has_ptx,
@@ -94,8 +94,8 @@ def _gemv_kernel(
     for r in tl.static_range(ROWS):
         y = tl.sum(totals[r], 1) * scale + bias
         if GLU:
-            y, _ = activation(y, NAME, y_ptr.dtype.element_ty == tl.float32)
-            y *= tl.sum(up_totals[r], 1) * up_scale + up_bias
+            up = tl.sum(up_totals[r], 1) * up_scale + up_bias
+            y, _, _ = unit(y, up, NAME, y_ptr.dtype.element_ty == tl.float32)
         tl.store(y_ptr + r * y_stride + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
 
 

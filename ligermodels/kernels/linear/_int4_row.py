@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import activation
+from ligermodels.kernels._math import unit
 from ligermodels.kernels._triton import (
     cdiv,
     has_ptx,
@@ -166,9 +166,9 @@ def _store(
     if GLU:
         at, inside = block * PAIRS + lanes, lanes < PAIRS
         gate, up = tl.split(y)
-        h = add_bias(_element(gate, lanes, PAIRS), b_ptr, at, N)
-        h, _ = activation(h, NAME, y_ptr.dtype.element_ty == tl.float32)
-        h *= add_bias(_element(up, lanes, PAIRS), up_b_ptr, at, N)
+        gate = add_bias(_element(gate, lanes, PAIRS), b_ptr, at, N)
+        up = add_bias(_element(up, lanes, PAIRS), up_b_ptr, at, N)
+        h, _, _ = unit(gate, up, NAME, y_ptr.dtype.element_ty == tl.float32)
     else:
         at, inside = block * (2 * PAIRS) + lanes, lanes < 2 * PAIRS
         h = add_bias(_element(tl.reshape(y, (2 * PAIRS,)), lanes, 2 * PAIRS), b_ptr, at, N)

@@ -29,7 +29,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._gradients import weight_gradient
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import ACTIVATIONS, activation, head_rows, tile, tile_at
+from ligermodels.kernels._math import ACTIVATIONS, activation, head_rows, tile, tile_at, unit
 from ligermodels.kernels._triton import (
     FEW_ROWS,
     accumulator,
@@ -62,10 +62,11 @@ def _forward_kernel(
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     rows, cols, _, mask = tile_at(n_rows, WIDTH, BLOCK, ROWS)
     gate = tl.load(gate_ptr + head_rows(rows, gate_t, gate_h, HEADS) + cols, mask=mask, other=0.0).to(ACC)
-    h, _ = activation(gate, NAME, dtype == tl.float32)
     if up_ptr is not None:
         up = tl.load(up_ptr + rows * up_stride + cols + UP_AT, mask=mask, other=0.0).to(ACC)
-        h = h * up
+        h, _, _ = unit(gate, up, NAME, dtype == tl.float32)
+    else:
+        h, _ = activation(gate, NAME, dtype == tl.float32)
     tl.store(h_ptr + rows * WIDTH + cols, h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
@@ -90,15 +91,15 @@ def _backward_kernel(
     # The barrier: threads store other columns than they load, so that one warp could overwrite what another has yet to
     # load. No data dependency prevents it, since h does not depend on the dh it overwrites, nor d_up on up.
     tl.debug_barrier()
-    h, slope = activation(gate, NAME, dtype == tl.float32)
     target = rows * (WIDTH + UP_AT) + cols
     if up_ptr is not None:
+        h, slope, act = unit(gate, up, NAME, dtype == tl.float32)
         if UP_AT:
-            tl.store(d_gate_ptr + target + UP_AT, (dh * h).to(dtype), mask=mask)
+            tl.store(d_gate_ptr + target + UP_AT, (dh * act).to(dtype), mask=mask)
         elif d_up_ptr is not None:
-            tl.store(d_up_ptr + target, (dh * h).to(dtype), mask=mask)
-        h *= up
-        dh *= up
+            tl.store(d_up_ptr + target, (dh * act).to(dtype), mask=mask)
+    else:
+        h, slope = activation(gate, NAME, dtype == tl.float32)
     if d_gate_ptr is not None:
         tl.store(d_gate_ptr + target, (dh * slope).to(dtype), mask=mask)
     if EMIT:

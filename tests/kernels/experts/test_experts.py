@@ -7,7 +7,7 @@ import ligermodels.kernels.experts.experts as experts_file
 from ligermodels import InputError
 from ligermodels.kernels import dequantize_nf4_reference, moe_experts_reference, quantize_nf4, route
 from ligermodels.kernels._triton import use_triton
-from ligermodels.kernels.experts.experts import experts_of
+from ligermodels.kernels.experts.experts import experts_of, experts_reference
 from ligermodels.kernels.linear.nf4 import NF4Weight
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand, choose
 from ligermodels.kernels.linear.quantized import QuantizedWeight, dequantize_reference, quantize
@@ -59,6 +59,68 @@ def test_as_the_merged_experts(device, poison, ranks, bits, recompute, dtype):
     y64 = moe_experts_reference(x64, *route(logits64, top_k=2), *merged)
     for one, other in zip(found, (y64, *torch.autograd.grad(y64, leaves, dy.double())), strict=True):
         assert (one.double() - other).abs().max() <= TOLERANCE[dtype] * other.abs().max()
+
+
+def of_reference(operands, x, logits, dy, **options):
+    """The output and all gradients, in the order of `leaves_of`, of the reference in fp64."""
+
+    def exact(tensor):
+        return None if tensor is None else tensor.detach().double().requires_grad_(tensor.requires_grad)
+
+    copies = []
+    for weight, bias, adapter in operands:
+        adapter = adapter and Adapter(exact(adapter.a), exact(adapter.b), adapter.scale)
+        copies.append(LinearOperand(exact(weight), exact(bias), adapter))
+    leaves = exact(x), exact(logits), *leaves_of(copies)
+    y = experts_reference(leaves[0], *route(leaves[1], top_k=2), *copies, **options)
+    return y, *torch.autograd.grad(y, leaves, dy.double())
+
+
+def leaves_of(operands):
+    """What is trained of operands."""
+    tensors = [t for weight, bias, adapter in operands for t in (weight, bias, *(adapter or ())[:2])]
+    return [t for t in tensors if t is not None and t.requires_grad]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("gated", [True, False])
+def test_biases_and_experts_without_a_gate(device, poison, gated, recompute):
+    """With adapters beside weights that are trained as well."""
+    operands = []
+    for n, k in ((INNER * (1 + gated), H), (H, INNER)):
+        (weight, _, adapter), _ = make(device, torch.float64, n, k, "dense", 3)
+        bias = torch.randn(E, n, device=device, dtype=torch.float64).requires_grad_()
+        operands.append(LinearOperand(weight.requires_grad_(), bias, adapter))
+    x, logits = (torch.randn(T, n, device=device, dtype=torch.float64, requires_grad=True) for n in (H, E))
+    y = experts_of(x, *route(logits, top_k=2), *operands, activation="gelu_tanh", recompute=recompute)
+    dy = torch.randn_like(y)
+    actual = y, *torch.autograd.grad(y, [x, logits, *leaves_of(operands)], dy)
+    for one, exact in zip(actual, of_reference(operands, x, logits, dy, activation="gelu_tanh"), strict=True):
+        assert (one - exact).abs().max() <= 1e-12 * exact.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [0, 16, 72])
+@pytest.mark.parametrize("tokens", [150, 6000])
+def test_16_bits(dtype, rank, tokens):
+    """Widths that bulk copies and CUTLASS take; few rows an expert and many; adapters of one block of ranks and of two.
+    Experts of very different load, one without tokens."""
+    device, hidden, inner = "cuda", 320, 192
+    operands = []
+    for n, k in ((2 * inner, hidden), (hidden, inner)):
+        weight = torch.randn(E, n, k, device=device, dtype=dtype) * k**-0.5
+        a = (torch.randn(E, rank, k, device=device) * k**-0.5).requires_grad_()
+        b = (torch.randn(n, rank, E, device=device).permute(2, 0, 1) * rank**-0.5 if rank else a).requires_grad_()
+        operands.append(LinearOperand(weight.requires_grad_(not rank), None, Adapter(a, b, 1.5) if rank else None))
+    x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+    logits = torch.randn(tokens, E, device=device) + torch.arange(E, device=device)
+    logits = logits.index_fill(1, torch.zeros(1, dtype=torch.long, device=device), -1e4).requires_grad_()
+    y = experts_of(x, *route(logits, top_k=2), *operands)
+    dy = torch.randn_like(y)
+    actual = y, *torch.autograd.grad(y, [x, logits, *leaves_of(operands)], dy)
+    for one, exact in zip(actual, of_reference(operands, x, logits, dy, activation="silu"), strict=True):
+        assert (one.double() - exact).norm() <= (0.02 if dtype == torch.bfloat16 else 0.003) * exact.norm()
 
 
 def test_what_does_not_fit_is_refused(device):
