@@ -227,6 +227,8 @@ def test_refuses_what_the_kernels_do_not_take(device):
     x, weight = torch.randn(1, 5, 8, device=device), torch.randn(8, 1, 4, device=device)
     with pytest.raises(InputError, match="state requires a gradient"):
         causal_conv(x, weight, state=torch.zeros(1, 8, 3, device=device, requires_grad=True))
+    with pytest.raises(InputError, match=r"N >= 1 .* end to end in one row"):  # one bound: no document
+        causal_conv(x, weight, cu_seqlens=torch.zeros(1, dtype=torch.int32, device=device))
 
 
 @pytest.mark.parametrize("sms, block", [(1, 128), (1000, 16)])
