@@ -125,6 +125,13 @@ _QWEN3_5_9B = dict(
     ),
 )  # fmt: skip
 _QWEN3_5_4B = {**_QWEN3_5_9B, "hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True}
+_QWEN3_30B_A3B = dict(
+    model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+    num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+    num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-6,
+    hidden_act="silu", rope_theta=1e6, max_position_embeddings=40960, tie_word_embeddings=False,
+    output_router_logits=False, router_aux_loss_coef=0.001, bos_token_id=151643, eos_token_id=151645,
+)  # fmt: skip
 _TWO_MIXERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _TINY = dict(
     hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -139,6 +146,10 @@ _QWEN3_5 = dict[str, Any](
     },
 )  # fmt: skip
 
+_MIXTURE = dict[str, Any](  # a token takes all experts of the dry run: in bf16 it may choose others than a peer
+    tiny={**_TINY, "head_dim": 16, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 4}
+)
+
 MODELS: dict[str, Model] = {
     "llama-3.2-1b": Model(_LLAMA_1B, tiny={**_TINY, "head_dim": 16}),
     "llama-3.1-8b": Model(_LLAMA_8B, tiny={**_TINY, "head_dim": 16}),
@@ -148,6 +159,10 @@ MODELS: dict[str, Model] = {
     ),
     "qwen2-1.5b": Model(_QWEN2_1_5B, tiny=_TINY),
     "phi-3-mini": Model(_PHI_3_MINI, tiny={**_TINY, "sliding_window": 24}),
+    "qwen3-30b-a3b": Model(_QWEN3_30B_A3B, **_MIXTURE),
+    **{
+        f"qwen3-30b-a3b-{n}-layers": Model({**_QWEN3_30B_A3B, "num_hidden_layers": n}, **_MIXTURE) for n in (2, 6)
+    },
     "qwen3.5-4b": Model(_QWEN3_5_4B, **_QWEN3_5),
     "qwen3.5-9b": Model(_QWEN3_5_9B, **_QWEN3_5),
 }  # fmt: skip
@@ -176,6 +191,14 @@ CASES: dict[str, Case] = {
     "phi-3-mini": Case("phi-3-mini", 4, 4096, "block", _OURS_AND_PEERS),
     "qwen2-1.5b": Case("qwen2-1.5b", 4, 4096, "none", _OURS_AND_PEERS),
     "gemma-2-2b": Case("gemma-2-2b", 4, 4096, "block", _OURS_AND_PEERS),
+    **{
+        f"qwen3-30b-a3b-{n}{kind}": Case(
+            f"qwen3-30b-a3b-{n}-layers", 4, 4096, "none", tuple(f"{base}{kind.replace('-', '+')}" for base in bases),
+            steps=5,
+        )
+        for n in (2, 6)
+        for kind, bases in (("", ("ligermodels", "hf", "hf+liger")), ("-lora", ("ligermodels", "hf")))
+    },
     "qwen3.5-4b": Case(
         "qwen3.5-4b", 4, 4096, "block",
         ("ligermodels+adamw", "ligermodels+adamw+in_backward:mlp", *(f"hf{r}+liger" for r in _DELTA_RULES)), steps=5,

@@ -437,7 +437,15 @@ def _with_adapters(model: nn.Module, folder: Path) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    options = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+    experts = [
+        n
+        for n in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+        if f"model.layers.0.{n}" in dict(model.named_parameters())
+    ]
+    options = LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules="all-linear", target_parameters=experts or None, lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
     adapted: Any = get_peft_model(model, options)
     _draw_b(adapted)
     adapted.save_pretrained(folder, save_embedding_layers=False)
