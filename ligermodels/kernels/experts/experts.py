@@ -272,7 +272,8 @@ class _Experts(torch.autograd.Function):
         weights_R1 = weights_TK.view(-1)[order.slots.long(), None].to(dy_TH.dtype) if need_last[1] else None
         d_last = _gradients(last, need_last, order, (dy_TH, top_k), (h_RI, 0), d_low_Rr, None, weights_R1)
         del dy_TH, h_RI, d_low_Rr
-        dx_TH, d_first = None, list[Tensor | None]([None] * 4)
+        dx_TH: Tensor | None = None
+        d_first: list[Tensor | None] = [None] * 4
         if d_gate_up_RG is not None:
             dx_RH, d_low_Rr = first.backward(d_gate_up_RG, order, need_x=need_x)
             dx_TH = None if dx_RH is None else combine(dx_RH, order.rows, top_k)
