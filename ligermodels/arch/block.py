@@ -80,17 +80,17 @@ class Block(ResidualBlock):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **norm)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None, **of_mlp: Any
     ) -> tuple[Any, ...]:
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, batch, cache)
         x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        return self.mlp(x, **of_mlp), residual
 
 
 class Routed(ResidualBlock):
     """A mixin before a block whose `mlp` is a `MoE`, or in some blocks of a model a `GatedMLP`: it adds what a router
-    says of the tokens, for the balancing loss.
+    says of the tokens, for the balancing loss. The block's forward hands its keyword arguments on to `mlp`.
 
     carry["replayed"]: experts that the tokens take, see `MoE`. carry["records"]: adds the experts that were chosen.
     """
@@ -98,16 +98,13 @@ class Routed(ResidualBlock):
     carries = True
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Any = None, carry: Any = None
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Any = None, carry: Any = None, **of_mlp: Any
     ) -> tuple[Any, ...]:
         mlp: Any = self.mlp
         carry = carry or {}
-        if "replayed" in carry:
-            mlp.replayed = carry["replayed"]
-        try:
-            y, residual = super().forward(x, residual, batch, cache)
-        finally:
-            mlp.__dict__.pop("replayed", None)
+        if "replayed" in carry and isinstance(mlp, MoE):
+            of_mlp["experts"] = carry["replayed"]
+        y, residual = super().forward(x, residual, batch, cache, **of_mlp)
         x, *router_logits = y if isinstance(y, tuple) else (y,)
         added: dict[str, Any] = {"router_logits": tuple(router_logits)}
         if carry.get("records"):

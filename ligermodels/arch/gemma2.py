@@ -81,12 +81,12 @@ class Gemma2Block(Block):
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **NORM)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None, **of_mlp: Any
+    ) -> tuple[Any, ...]:
         x, residual = self.input_layernorm(x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, batch, cache))
         x, residual = self.pre_feedforward_layernorm(x, residual)
-        x = self.post_feedforward_layernorm(self.mlp(x))
+        x = self.post_feedforward_layernorm(self.mlp(x, **of_mlp))
         return x, residual
 
 

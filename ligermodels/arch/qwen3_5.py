@@ -132,11 +132,13 @@ class Qwen3_5Block(ResidualBlock):
     def make_mlp(self, config: Any, layer: int) -> nn.Module:
         return gated_mlp(config)
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Any = None) -> tuple[Any, ...]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Any = None, **of_mlp: Any
+    ) -> tuple[Any, ...]:
         x, residual = self.input_layernorm(x, residual)
         x = self._modules[self.mixer_name](x, batch, cache)  # type: ignore[misc]
         x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        return self.mlp(x, **of_mlp), residual
 
 
 class PredictsTokens(CausalLM):

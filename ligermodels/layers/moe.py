@@ -189,7 +189,8 @@ class Router(Adaptable):
 class MoE(Layer):
     """Sends each token through the top_k experts with the highest router scores.
 
-    forward(x [B, S, hidden_size]) -> (y [B, S, hidden_size], router_logits [B * S, num_experts]).
+    forward(x [B, S, hidden_size], experts=None) -> (y [B, S, hidden_size], router_logits [B * S, num_experts]). experts
+    [B * S, top_k]: those that the tokens take, -1 for the router's choice; the router's logits weigh them.
 
     routing: options of `route`, which says what makes up the weights of the chosen experts; bias=True is for a buffer.
     The weighted sum of the experts' outputs is in fp32. fp32_router, bias: as in `Router`. jitter_noise: in training, x
@@ -199,8 +200,6 @@ class MoE(Layer):
     shared_size: the size of `shared_expert`, a GatedMLP that every token passes and whose output is added; 0 for none.
     shared_name: its name, where it is another.
     shared_gate: its output is first multiplied by sigmoid(shared_expert_gate(x)), a number per token.
-    replayed: the experts [B * S, top_k] of the tokens in the next forward, -1 for the router's choice: `Routed` sets it
-    around a forward that is given experts. Their weights come from the logits of that forward.
     With the attribute `recompute` the backward recomputes the experts' gate and up, 2 top_k intermediate_size numbers
     per token, instead of saving them. tp: as in `GatedMLP`; each rank routes all tokens to its shards of all experts.
     expert_loads: the tokens of each expert, int64 [num_experts], where they are counted; see training/balancing.py.
@@ -208,7 +207,6 @@ class MoE(Layer):
 
     recompute = False
     expert_loads: Tensor | None
-    replayed: Tensor | None = None
 
     def __init__(
         self,
@@ -239,6 +237,12 @@ class MoE(Layer):
         self.shared_name = shared_name
         self.add_module(shared_name, GatedMLP(hidden_size, shared_size, activation=activation) if shared_size else None)
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_size and shared_gate else None
+
+    @property
+    def router(self) -> Router:
+        """The gate, also inside a wrapper of PEFT."""
+        modules = (self.gate,) if isinstance(self.gate, Router) else self.gate.modules()
+        return next(module for module in modules if isinstance(module, Router))
 
     @property
     def shared(self) -> GatedMLP | None:
@@ -273,20 +277,20 @@ class MoE(Layer):
         unused = (1 - self.top_k / len(self.gate.weight)) ** rows
         return unused * sum(x.nbytes for x in (*self.experts.parameters(), *self.experts.buffers()))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if self.training and self.jitter_noise > 0:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
         x = x if self.tp is None else self.tp.all_gather(x, 1)
         rows = attach_to_view(x, x.reshape(-1, x.shape[-1]))
         router_logits = self.gate(rows)
-        weights, experts = self.choose(router_logits)
-        if self.replayed is not None:
-            experts = torch.where(self.replayed < 0, experts, self.replayed)
-            weights = weights_of(router_logits, experts, **self.routing)
+        weights, chosen = self.choose(router_logits)
+        if experts is not None:
+            chosen = torch.where(experts < 0, chosen, experts)
+            weights = weights_of(router_logits, chosen, **self.routing)
         if self.expert_loads is not None and self.training and torch.is_grad_enabled() and not in_backward():
-            ones = self.expert_loads.new_ones(1).expand(experts.numel())
-            self.expert_loads.index_add_(0, experts.flatten(), ones)
-        y = self.experts(rows, weights, experts, recompute=self.recompute)
+            ones = self.expert_loads.new_ones(1).expand(chosen.numel())
+            self.expert_loads.index_add_(0, chosen.flatten(), ones)
+        y = self.experts(rows, weights, chosen, recompute=self.recompute)
         y = self._add_shared(y, rows).view(x.shape)
         if self.tp is None:
             return y, router_logits
@@ -294,7 +298,7 @@ class MoE(Layer):
 
     def choose(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """The weights and the experts [T, top_k] of each token."""
-        return route(router_logits, top_k=self.top_k, bias=self.gate.e_score_correction_bias, **self.routing)
+        return route(router_logits, top_k=self.top_k, bias=self.router.e_score_correction_bias, **self.routing)
 
     def _add_shared(self, y: Tensor, rows: Tensor) -> Tensor:
         if (mlp := self.shared) is None:

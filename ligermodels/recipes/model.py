@@ -77,7 +77,7 @@ def check_capture(sketch: Any, processes: Processes) -> None:
 
 def check_router_biases(sketch: Any) -> None:
     """Raises InputError if no router has a bias, by which --router-bias-rate balances experts."""
-    if all(mixture.gate.e_score_correction_bias is None for mixture in mixtures_of(sketch)):
+    if all(mixture.router.e_score_correction_bias is None for mixture in mixtures_of(sketch)):
         raise InputError(
             f"router_bias_rate: no router of a {type(sketch).__name__} has a correction bias; leave --router-bias-rate "
             "out"

@@ -205,13 +205,15 @@ def _options(a: Tensor, width: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _rows(a: Tensor, b: Tensor, order: Order, top_k: int, bias: Tensor | None, low: Low | None, scale: float) -> Tensor:
+def _rows(
+    a: Tensor, b: Tensor, order: Order, top_k: int, bias: Tensor | None, low: Low | None, scale: float | None
+) -> Tensor:
     n_rows, (n_experts, k, n) = order.slots.shape[0], b.shape
     c = torch.empty((n_rows, n), dtype=a.dtype, device=a.device)
     if not n_rows:
         return c
     a, by_rows = last_dim_contiguous(a), b.stride(2) == 1
-    matrix, plain = b if by_rows else b.transpose(1, 2), bias is None and low is None and scale == 1.0
+    matrix, plain = b if by_rows else b.transpose(1, 2), bias is None and low is None and scale is None
     large = k % 64 == 0 and n >= 64 and a.element_size() == 2 and a.device.type == "cuda" and matrix.is_contiguous()
     large = large and is_datacenter(a.device.index) and _aligned(a, matrix)
     tma, many = large and _is_hopper(a), top_k and not by_rows and n_rows >= _MANY_ROWS * n_experts
@@ -228,9 +230,11 @@ def _rows(a: Tensor, b: Tensor, order: Order, top_k: int, bias: Tensor | None, l
     rank = 0 if low is None else operator.index(low.x.shape[1])
     launch(
         _rows_kernel, (tiles,),
-        c, a, b, a_tma, b_tma, order.slots, order.tiles, bias, *((None, None) if low is None else low), scale,
+        c, a, b, a_tma, b_tma, order.slots, order.tiles, bias, *((None, None) if low is None else low),
+        1.0 if scale is None else scale,
         n, k, a.stride(0), *b.stride(), *((0, 0, 0) if low is None else low.b.stride()),
-        top_k, rank, scale != 1.0, by_rows, FLATTEN=tma, BLOCK_R=min(64, max(16, next_power_of_2(rank))), **options,
+        top_k, rank, scale is not None, by_rows,
+        FLATTEN=tma, BLOCK_R=min(64, max(16, next_power_of_2(rank))), **options,
     )  # fmt: skip
     return c
 
@@ -256,7 +260,7 @@ def _outer(a: Tensor, b: Tensor, order: Order, top_k: int, transposed: bool, dty
 
 @torch.library.custom_op("ligermodels::grouped_mm", mutates_args=())
 def _rows_op(
-    a: Tensor, b: Tensor, order: list[Tensor], top_k: int, bias: Tensor | None, low: list[Tensor], scale: float
+    a: Tensor, b: Tensor, order: list[Tensor], top_k: int, bias: Tensor | None, low: list[Tensor], scale: float | None
 ) -> Tensor:
     return _rows(a, b, Order(*order), top_k, bias, Low(*low) if low else None, scale)
 
@@ -279,7 +283,7 @@ def _(a, b, order, top_k, transposed, dtype):
 
 def grouped_mm(
     a: Tensor, b_EMN: Tensor, order: Order, *, top_k: int = 0, bias_EN: Tensor | None = None, low: Low | None = None,
-    scale: float = 1.0,
+    scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """[R, N] of a's dtype. a: rows [R, M], or with top_k the tokens [T, M]; b: [E, M, N]; order: of tiles of
     `tile_rows(a)`. scale: without low or a bias."""

@@ -115,9 +115,9 @@ def _without_dropped(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _route_kernel(
-    weights_ptr, experts_ptr, chosen_ptr, logits_ptr, bias_ptr, n_rows, stride,
+    weights_ptr, experts_ptr, chosen_ptr, logits_ptr, bias_ptr, n_rows, stride, eps, scale,
     E: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, TO_ZERO: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr,
+    KEPT: tl.constexpr, TO_ZERO: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """chosen_ptr: for SIGMOID, the logits of the chosen experts, which the backward reads."""
@@ -155,7 +155,7 @@ def _route_kernel(
     bad = tl.sum((logits != logits).to(tl.int32), 1, keep_dims=True) > 0  # NaN, which max passes over
     if SIGMOID:
         weights = tl.where(j < TOP_K, activation(chosen, "sigmoid", EXACT)[0], 0.0)
-        total = tl.sum(weights, 1, keep_dims=True) + EPS
+        total = tl.sum(weights, 1, keep_dims=True) + eps
     else:
         weights = exp(chosen - largest) if EXACT else tl.exp(chosen - largest)
         weights = tl.where(j < TOP_K, weights, 0.0)
@@ -163,7 +163,7 @@ def _route_kernel(
         bad |= largest - largest != 0.0  # as inf - inf is
     if NORMALIZE or not SIGMOID:
         weights = tl.div_rn(weights, total) if EXACT else weights / total
-    weights = tl.where(bad, float("nan"), weights * SCALE)
+    weights = tl.where(bad, float("nan"), weights * scale)
     inside = (rows < n_rows) & (j < TOP_K)
     tl.store(weights_ptr + rows * TOP_K + j, weights, mask=inside)
     tl.store(experts_ptr + rows * TOP_K + j, experts, mask=inside)
@@ -173,9 +173,9 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _route_backward_kernel(
-    d_logits_ptr, d_weights_ptr, saved_ptr, experts_ptr, n_rows, stride,
-    E: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, EPS: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    d_logits_ptr, d_weights_ptr, saved_ptr, experts_ptr, n_rows, stride, eps, scale,
+    E: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """saved_ptr: the logits of the chosen experts for SIGMOID, the weights for NORMALIZE, or else all logits.
 
@@ -193,15 +193,15 @@ def _route_backward_kernel(
     if SIGMOID:
         chosen = tl.load(saved_ptr + rows * TOP_K + j, mask=inside, other=0.0)
         scores, slopes = activation(chosen, "sigmoid", EXACT)
-        shares, gains = tl.zeros([ROWS, BLOCK_K], ACC), slopes * SCALE
+        shares, gains = tl.zeros([ROWS, BLOCK_K], ACC), slopes * scale
         if NORMALIZE:
-            total = tl.sum(tl.where(j < TOP_K, scores, 0.0), 1, keep_dims=True) + EPS
-            shares, gains, rest = tl.where(inside, scores / total, 0.0), gains / total, EPS / total
+            total = tl.sum(tl.where(j < TOP_K, scores, 0.0), 1, keep_dims=True) + eps
+            shares, gains, rest = tl.where(inside, scores / total, 0.0), gains / total, eps / total
         else:
             rest += 1.0
     elif NORMALIZE:
         gains = tl.load(saved_ptr + rows * TOP_K + j, mask=inside, other=0.0)
-        shares = gains / SCALE
+        shares = gains / scale
     else:
         logits = tl.load(saved_ptr + rows * stride + e, mask=(rows < n_rows) & (e < E), other=0.0).to(ACC)
         _, others, total = _softmax(logits, e < E, EXACT)
@@ -211,7 +211,7 @@ def _route_backward_kernel(
             expert = tl.load(experts_ptr + rows * TOP_K + i, mask=rows < n_rows, other=-1)
             shares = tl.where(j == i, tl.sum(tl.where(e == expert, others, 0.0), 1, keep_dims=True), shares)
             others = tl.where(e == expert, 0.0, others)
-        gains, rest = shares * SCALE, tl.sum(others, 1, keep_dims=True)
+        gains, rest = shares * scale, tl.sum(others, 1, keep_dims=True)
         d_logits = -others * tl.sum(gains * d_weights, 1, keep_dims=True)
     for i in tl.static_range(TOP_K):
         expert = tl.load(experts_ptr + rows * TOP_K + i, mask=rows < n_rows, other=-1)
@@ -245,7 +245,7 @@ class _Route(torch.autograd.Function):
             launch(
                 _route_kernel, (cdiv(n_rows, rows),),
                 weights, experts, chosen, logits, None if bias is None else bias.contiguous(), n_rows,
-                logits.stride(0), num_experts, top_k, normalize, sigmoid, groups, kept, to_zero, eps, scale,
+                logits.stride(0), eps, scale, num_experts, top_k, normalize, sigmoid, groups, kept, to_zero,
                 block_e, block_k, next_power_of_2(groups), rows, overlap, num_warps=4, **overlapping(overlap),
             )  # fmt: skip
         ctx.save_for_backward(experts, chosen if sigmoid else weights if normalize else logits)
@@ -257,15 +257,15 @@ class _Route(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_weights, _):
         experts, saved = ctx.saved_tensors
-        num_experts, dtype, *options = ctx.options
+        num_experts, dtype, normalize, sigmoid, eps, scale = ctx.options
         n_rows, top_k = experts.shape[0], operator.index(experts.shape[1])
         d_logits = torch.empty((n_rows, num_experts), dtype=dtype, device=experts.device)
         if n_rows:
             *blocks, rows = _route_tile(num_experts, top_k)
             launch(
                 _route_backward_kernel, (cdiv(n_rows, rows),),
-                d_logits, d_weights.contiguous(), saved, experts, n_rows, saved.stride(0), num_experts, top_k,
-                *options, *blocks, rows, num_warps=4,
+                d_logits, d_weights.contiguous(), saved, experts, n_rows, saved.stride(0), eps, scale,
+                num_experts, top_k, normalize, sigmoid, *blocks, rows, num_warps=4,
             )  # fmt: skip
         return d_logits, *[None] * 9
 
@@ -312,9 +312,9 @@ def route(
                 f"route: bias has {describe(bias)}; expected {dtype} [{num_experts}] on {logits.device}, beside logits "
                 f"{tuple(logits.shape)}."
             )
-    if not use_triton(logits):
+    if not use_triton(logits) or logits.dtype == torch.float64:  # Triton rounds eps and scale to fp32
         return route_reference(logits, top_k=top_k, bias=bias, scale=scale, **options)  # type: ignore[arg-type]
-    constants = normalize, score == "sigmoid", groups, groups_kept, dropped == 0, float(eps), float(scale)
+    constants = normalize, score == "sigmoid", groups, groups_kept, dropped == 0, eps, scale
     return _Route.apply(logits, bias, top_k, *constants)
 
 
@@ -337,7 +337,7 @@ def check_routing(
         raise InputError(f"route: top_k is {top_k} for {num_experts} experts; expected 1 <= top_k <= E.")
     if score not in SCORES:
         raise InputError(f"route: score is {score!r}; supported: {', '.join(map(repr, SCORES))}.")
-    if not (eps >= 0 and scale > 0 and math.isfinite(eps + scale)) or (eps > 0 and score == "softmax"):
+    if not (0 <= eps < math.inf and 0 < scale < math.inf) or (eps > 0 and score == "softmax"):
         raise InputError(
             f"route: eps is {eps} and scale {scale}, with score {score!r}; expected eps >= 0, 0 with 'softmax', whose "
             "sums are not small, and scale > 0."
