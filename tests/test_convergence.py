@@ -88,6 +88,12 @@ def write(tmp_path):
     return lambda family, seed=0: tiny.write_checkpoint(family, tmp_path / f"{family}-{seed}", seed)
 
 
+_CHAOTIC = {"qwen3_5_text": (1e-4, 0.1), "qwen3_5_moe_text": (0.02, 0.1), "qwen3_next": (0.02, 0.1)}
+"""How far curves of Qwen3.5's mixers may be apart, within 32 steps and at the end. From weights that differ by 1e-7,
+those of transformers differ by 2e-5 after 32 steps and by 0.03 after 200. With experts, one of which then gets another
+token, it is 0.006 and 0.02 after 32 and 50."""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp32_losses_are_those_of_transformers(family, write, device):
     folder, batches = write(family), text_batches(STEPS if device == "cuda" else 50, device)
@@ -95,9 +101,7 @@ def test_fp32_losses_are_those_of_transformers(family, write, device):
     found = losses(ours(folder, torch.float32, device), batches)
     assert expected[0] > 5.5 > 3.5 > expected[-LAST:].mean()  # it learns: ln 256 = 5.5 is the loss of a guess
     distance = difference(found, expected)
-    # Curves of Qwen3.5 diverge: from weights that differ by 1e-7, those of transformers differ by 2e-5 after 32 steps
-    # and by 0.03 after 200. With experts, one of which then gets another token, it is 0.006 and 0.02 after 32 and 50.
-    early, late = {"qwen3_5_text": (1e-4, 0.1), "qwen3_5_moe_text": (0.02, 0.1)}.get(family, (1e-5, 1e-3))
+    early, late = _CHAOTIC.get(family, (1e-5, 1e-3))
     assert distance[:32].max() < early
     assert distance[-1] < late
 
@@ -149,5 +153,7 @@ def test_bf16_losses_are_as_near_to_fp32_as_those_of_transformers(family, write)
         near.append(difference(losses(ours(folder, torch.bfloat16, "cuda"), batches), exact))
         allowed.append(difference(losses(theirs(folder, torch.bfloat16, "cuda"), batches), exact))
     # Each is a draw: the ratio of the two scatters by 5 to 20 % from seed to seed, by half of that over four (on a CPU:
-    # 0.88 to 0.97 in four families). A quarter is left to chance.
-    assert rms(near) < 1.25 * rms(allowed), f"{rms(near):.1e} against {rms(allowed):.1e} in transformers"
+    # 0.88 to 0.97 in four families). A quarter is left to chance; more with experts, where the ratio of single seeds is
+    # 0.70 to 1.73 (eight of qwen3_moe on a CPU), because a rounding sends tokens elsewhere.
+    chance = 1.6 if any("experts" in name for name in tiny.FAMILIES[family]) else 1.25
+    assert rms(near) < chance * rms(allowed), f"{rms(near):.1e} against {rms(allowed):.1e} in transformers"

@@ -606,6 +606,8 @@ class Suite(Tiny):
         eager = theirs(folder).to("cuda", torch.bfloat16)
         trained = dict(ours.named_parameters())
         regions = [region for region in weights.regions(ours, self.arch.DISK_NAMES) if region.param in trained]
+        # transformers 5.17 does not read it in qwen3_vl_moe's config
+        asked = {"output_router_logits": True} if getattr(ours.config, "output_router_logits", False) else {}
 
         def cut(tensors):
             return {region.source: region.to_disk(tensors[region.param][region.index]) for region in regions}
@@ -614,7 +616,7 @@ class Suite(Tiny):
             """Logits, and all gradients in one vector in the order of the names on disk."""
             model.zero_grad()
             batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            output = model(**batch, **(dict(return_logits=True) if model is ours else {}))
+            output = model(**batch, **asked, **(dict(return_logits=True) if model is ours else {}))
             output.loss.backward()
             grads = named({
                 name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
