@@ -28,6 +28,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -319,7 +320,18 @@ def moes(case: Case) -> dict[str, Call]:
     def of_liger(x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
         return liger("LigerFusedMoEFunction").apply(x, gate_up_proj, down_proj, experts.int(), weights)
 
-    return {"Liger": of_liger}
+    def of_transformers(x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        layer: Any = SimpleNamespace(
+            gate_up_proj=gate_up_proj, down_proj=down_proj, num_experts=len(down_proj), has_gate=True, has_bias=False,
+            is_transposed=False,
+            has_post_expert_norm=False, _is_expert_parallel=False,
+        )  # fmt: skip
+        layer._apply_gate = lambda gate_up: F.silu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1]
+        return grouped_mm_experts_forward(layer, x, experts.long(), weights)
+
+    return {"transformers, grouped_mm": of_transformers, "Liger": of_liger}
 
 
 DOCUMENTS = (0, 1, 4, 10, 12, 21, 25, 52, 64)
@@ -478,14 +490,17 @@ OPS: dict[str, Op] = {
     ),
     "moe_experts": Op(
         "moe_experts",
-        [dict(rows=16384, hidden=2048, inner=7168, experts=8, top_k=2),
-         dict(rows=16384, hidden=2048, inner=768, experts=64, top_k=4)],
+        [dict(rows=rows, hidden=hidden, inner=inner, experts=experts, top_k=top_k)
+         for hidden, inner, experts, top_k in (
+             (2048, 768, 128, 8), (2048, 512, 256, 8), (2880, 2880, 32, 4), (2048, 7168, 8, 2),
+         ) for rows in (16384, 4096)],
         [dict(rows=40, hidden=32, inner=48, experts=4, top_k=2)], moes,
         flops=lambda rows, hidden, inner, experts, top_k: 18.0 * rows * top_k * hidden * inner,
         largest={"rows": 4096}, forms=("eager",),
     ),
 }  # fmt: skip
-"""Sizes are Llama's where nothing else is said; those of the gated delta rule are Qwen3.5's, 4B and 9B."""
+"""Sizes are Llama's where nothing else is said; those of the gated delta rule are Qwen3.5's, 4B and 9B, those of experts
+Qwen3-30B-A3B's, Qwen3.5-35B-A3B's, gpt-oss-20b's and Mixtral's with half its width."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
