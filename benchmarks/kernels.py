@@ -325,8 +325,7 @@ def moes(case: Case) -> dict[str, Call]:
 
         layer: Any = SimpleNamespace(
             gate_up_proj=gate_up_proj, down_proj=down_proj, num_experts=len(down_proj), has_gate=True, has_bias=False,
-            is_transposed=False,
-            has_post_expert_norm=False, _is_expert_parallel=False,
+            is_transposed=False, has_post_expert_norm=False, _is_expert_parallel=False,
         )  # fmt: skip
         layer._apply_gate = lambda gate_up: F.silu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1]
         return grouped_mm_experts_forward(layer, x, experts.long(), weights)
@@ -499,8 +498,8 @@ OPS: dict[str, Op] = {
         largest={"rows": 4096}, forms=("eager",),
     ),
 }  # fmt: skip
-"""Sizes are Llama's where nothing else is said; those of the gated delta rule are Qwen3.5's, 4B and 9B, those of experts
-Qwen3-30B-A3B's, Qwen3.5-35B-A3B's, gpt-oss-20b's and Mixtral's with half its width."""
+"""Sizes are Llama's where nothing else is said; those of the gated delta rule are Qwen3.5's, 4B and 9B; those
+of experts are Qwen3-30B-A3B's, Qwen3.5-35B-A3B's, gpt-oss-20b's, and Mixtral's with half its width."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -108,6 +108,7 @@ def _rows_kernel(
             else:
                 w = b_tma.load([expert * N + first, k]).T
             acc = _dot(x, w, acc, TF32)
+        # After the loop: Triton 3.6 computes wrong products where these loads stand before a flattened loop.
         if low_ptr is not None:
             for first_r in tl.static_range(0, RANK, BLOCK_R):
                 r = first_r + tl.arange(0, BLOCK_R)
