@@ -132,12 +132,15 @@ class ModelConfig(CheckedFields):
     default_rope_theta: ClassVar[float] = 10000.0
     partial_rotary: ClassVar[bool] = False
     """Whether this architecture reads `partial_rotary_factor`."""
-    rope_by_layer_type: ClassVar[bool] = False
-    """Whether this architecture's `rope_parameters` may be {layer type: settings of its rope}."""
+    default_ropes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Of an architecture with a rope for each layer type: {layer type: its settings where config.json has none}. Its
+    `rope_parameters` are then by layer type."""
     rope_aliases: ClassVar[Mapping[str, str]] = {}
     """Names of rope types in this architecture's files -> ours."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other keys of this architecture's files -> the field that is read from them."""
+    dropped: ClassVar[frozenset[str]] = frozenset()
+    """Keys of this architecture's files that are read under another name or by nobody; not written back."""
     unused: ClassVar[frozenset[str]] = frozenset()
     """Keys that this architecture's files carry and no implementation reads."""
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -205,7 +208,7 @@ class ModelConfig(CheckedFields):
             )
         values["dtype"] = cls._dtype_from_hf(config)
         values["rope_parameters"] = cls._rope_from_hf(config)
-        others = {key: value for key, value in config.items() if key not in known | _DROPPED}
+        others = {key: value for key, value in config.items() if key not in known | _DROPPED | cls.dropped}
         values["extra"] = {key: value for key, value in others.items() if key not in ("dtype", "rope_parameters")}
         if unknown := _unknown(values["extra"], cls.unused):
             warnings.warn(
@@ -249,11 +252,26 @@ class ModelConfig(CheckedFields):
 
     @classmethod
     def _rope_from_hf(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """`rope_parameters` with `rope_type` and `rope_theta`, from either spelling, or these by layer type."""
-        by_type = config.get("rope_parameters")
-        if cls.rope_by_layer_type and isinstance(by_type, Mapping) and by_type and by_type.keys() <= {*LAYER_TYPES}:
-            others = {key: config[key] for key in config.keys() - {"rope_scaling", "rope_theta"}}
-            return {name: cls._rope_from_hf({**others, "rope_parameters": rope}) for name, rope in by_type.items()}
+        """`rope_parameters` with `rope_type` and `rope_theta`, from either spelling, or these by layer type.
+
+        By layer type, `rope_theta` and `rope_scaling` are the older spelling of the rope of full_attention, and
+        `rope_local_base_freq` is that of sliding_attention's base.
+        """
+        if not cls.default_ropes:
+            return cls._one_rope_from_hf(config, {"rope_type": "default", "rope_theta": cls.default_rope_theta})
+        by_type = config.get("rope_parameters") or {}
+        if not isinstance(by_type, Mapping) or by_type.keys() - cls.default_ropes.keys():
+            expected = f"expected an object by layer type: {', '.join(cls.default_ropes)}"
+            raise ConfigError(f"{cls.model_type}: rope_parameters is {by_type!r:.80}, {expected}")
+        local = {"rope_theta": config.get("rope_local_base_freq"), "rope_scaling": None}
+        older = {"full_attention": config, "sliding_attention": {**config, **local}}
+        return {
+            name: cls._one_rope_from_hf({**older[name], "rope_parameters": by_type.get(name)}, default)
+            for name, default in cls.default_ropes.items()
+        }
+
+    @classmethod
+    def _one_rope_from_hf(cls, config: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
         nested = []
         for name in ("rope_scaling", "rope_parameters"):
             value = {} if config.get(name) is None else config[name]
@@ -269,8 +287,9 @@ class ModelConfig(CheckedFields):
                         f"{cls.model_type}: config.json gives {key} twice, as {rope[key]!r} and as {value!r}. The two "
                         "generations of the file disagree; remove the wrong one."
                     )
+        rope = rope or dict(default)
         rope.setdefault("rope_type", "default")
-        rope.setdefault("rope_theta", cls.default_rope_theta)
+        rope.setdefault("rope_theta", default["rope_theta"])
         if rope["rope_type"] in _NEEDS_ORIGINAL_LENGTH:
             length = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
             rope["original_max_position_embeddings"] = length or config.get("max_position_embeddings")
@@ -287,7 +306,7 @@ class ModelConfig(CheckedFields):
 
     def __post_init__(self) -> None:
         if not self.rope_parameters:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": self.default_rope_theta}
+            self.rope_parameters = self._rope_from_hf({})
         super().__post_init__()
         heads = self.num_attention_heads
         if self.head_dim is None:
@@ -352,7 +371,7 @@ class ModelConfig(CheckedFields):
         whole = {"architectures": [self.architecture], "model_type": self.model_type, **self.extra, **self.values()}
         if self.intermediate_size is None:  # transformers reads no null there
             del whole["intermediate_size"]
-        if "rope_type" not in rope:  # by layer type, which the newer generation alone has
+        if "rope_type" not in rope:  # by layer type, which the newer generation has
             return {**whole, "torch_dtype": self.dtype}
         scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
         at_the_top = ["rope_theta", "partial_rotary_factor"]

@@ -197,7 +197,7 @@ def check_compiled(model, ids, labels=None, **inputs):
 
 
 def tables_depend_on_length(model):
-    return model.config.rope_parameters["rope_type"] in ("dynamic", "longrope")
+    return model.config.ropes["full"]["rope_type"] in ("dynamic", "longrope")
 
 
 class Wrapper(torch.nn.Module):
@@ -447,7 +447,7 @@ class Suite(Tiny):
             assert relative(model(batch, mask.flip(1), None).logits[1:, :15], model(batch).logits[1:, :15]) < LOGITS
         gaps = mask.clone()
         gaps[0, 3:8] = gaps[0, 11] = 0
-        if model.config.rope_parameters["rope_type"] == "dynamic" or self.GAPS_DIFFER:
+        if model.config.ropes["full"]["rope_type"] == "dynamic" or self.GAPS_DIFFER:
             gaps = mask  # transformers keeps the frequencies of the longest text so far
         for shown in (mask, gaps):
             positions, tokens = (shown.cumsum(1) - 1).clamp(min=0), shown.bool()

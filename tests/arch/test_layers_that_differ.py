@@ -7,72 +7,18 @@ from typing import ClassVar
 
 import pytest
 import torch
-import transformers
 
 import ligermodels
 from ligermodels.arch import CausalLM
 from ligermodels.arch.block import Block, RoutedBlock, attention, gated_mlp, mixture
 from ligermodels.arch.config import RoutedConfig
 from ligermodels.arch.decoder import Decoder
-from ligermodels.arch.gemma2 import Gemma2Block
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation import generate_many
 from ligermodels.layers import Attention, Batch, MultiTokenPrediction, RotaryEmbedding
-from tests.arch.suite import LOGITS, relative, rope, tiny_config
+from tests.arch.suite import rope
 from tests.arch.toy_family import SIZES as TOY, AttentionBlock, Toy, ToyConfig
-from tests.generation.models import VOCAB, llama, padded, prompt
-
-SIZES = tiny_config(
-    "gemma3_text", num_hidden_layers=4, head_dim=8, query_pre_attn_scalar=8, sliding_window=6, eos_token_id=None,
-    layer_types=["sliding_attention", "full_attention"] * 2,
-    rope_parameters={"sliding_attention": rope("default"), "full_attention": rope("linear", factor=8.0)},
-)  # fmt: skip
-
-
-class Gemma3Config(ligermodels.Gemma2.config_class):
-    rope_by_layer_type = True
-
-
-class Gemma3Block(Gemma2Block):
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        norm = dict(eps=config.rms_norm_eps)
-        self.self_attn = attention(config, layer, scale=config.query_pre_attn_scalar**-0.5, qk_norm=norm)
-
-
-class Gemma3(ligermodels.Gemma2):
-    config_class, block_class = Gemma3Config, Gemma3Block
-
-
-def gemma3():
-    """Gemma 3's text model by transformers, and the same in our layers."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**SIZES)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    for parameter in theirs.requires_grad_(False).eval().parameters():
-        parameter.normal_(std=0.3)
-    own = {**SIZES, "model_type": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": None}
-    ours = Gemma3.from_config(own, seed=0)
-    again = Gemma3Config.from_hf(ours.config.to_hf())
-    assert again.ropes == ours.config.ropes == {n.split("_")[0]: r for n, r in SIZES["rope_parameters"].items()}
-    weights = {name: w + name.endswith(("q_norm.weight", "k_norm.weight")) for name, w in theirs.state_dict().items()}
-    ours.load_state_dict(weights, strict=False)
-    return theirs, ours.requires_grad_(False).eval()
-
-
-def test_two_rotary_tables_are_gemma_3s():
-    theirs, ours = gemma3()
-    ids, mask = padded([9, 20, 14])
-    expected = theirs(ids, attention_mask=mask).logits[mask]
-    assert relative(ours(ids, attention_mask=mask).logits[mask], expected) < LOGITS
-    for layer in ours.model.layers:
-        layer.self_attn.rope = "full"
-    assert relative(ours(ids, attention_mask=mask).logits[mask], expected) > 0.01
-    theirs, ours = gemma3()
-    wanted = theirs.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
-    assert torch.equal(ours.generate(ids, attention_mask=mask, max_new_tokens=30), wanted)
-    for one, real, row in zip(ids, mask, wanted, strict=True):
-        assert generate_many(ours, [one[real]], max_new_tokens=30)[0].tolist() == row[len(ids[0]) :].tolist()
+from tests.generation.models import VOCAB, llama, prompt
 
 
 class Uneven(Block):
@@ -116,13 +62,14 @@ def test_only_the_tables_of_the_config_may_change_with_the_length():
         Decoder(llama().config, ligermodels.Llama.block_class, ropes={"local": dynamic})
 
 
-def test_ropes_by_layer_type_are_read_by_architectures_that_have_them():
-    config = {**llama().config.to_hf(), "rope_scaling": None, "rope_parameters": SIZES["rope_parameters"]}
+def test_each_rope_by_layer_type_is_read_by_a_block():
+    by_type = {"full_attention": rope("default"), "sliding_attention": rope("default")}
+    config = {**llama().config.to_hf(), "rope_scaling": None, "rope_parameters": by_type}
     with pytest.raises(ConfigError, match="has no full_attention, sliding_attention"):
         ligermodels.Llama.from_config(config, device="meta")
-    config = Gemma3Config.from_hf({**SIZES, "model_type": "gemma2", "layer_types": ["full_attention"] * 4})
-    with pytest.raises(ConfigError, match="has ropes of sliding, full, and the blocks read full"):
-        Decoder(config, Gemma3Block)
+    config = {**TOY, "block_types": ["full"] * TOY["num_hidden_layers"]}
+    with pytest.raises(ConfigError, match="has ropes of full, sliding, and the blocks read full"):
+        Toy.from_config(config, device="meta")
 
 
 def test_heads_of_two_sizes_read_two_ropes(monkeypatch):

@@ -33,7 +33,9 @@ class ToyConfig(ModelConfig):
 
     model_type: ClassVar[str] = "toy"
     architecture: ClassVar[str] = "ToyForCausalLM"
-    rope_by_layer_type: ClassVar[bool] = True
+    default_ropes: ClassVar = {
+        name: {"rope_type": "default", "rope_theta": 1e4} for name in ("full_attention", "sliding_attention")
+    }
 
     block_types: list[str]
     sliding_window: int
