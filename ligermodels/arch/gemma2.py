@@ -15,7 +15,7 @@ implementations may leave out the cap.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM
 from ligermodels.arch.block import Block, attention, gated_mlp
@@ -67,7 +67,7 @@ class Gemma2Block(Block):
 
     last_mlp = None  # a norm ends the block; see recompute.py
 
-    def __init__(self, config: Gemma2Config, layer: int):
+    def __init__(self, config: Gemma2Config, layer: int, **of_attention: Any):
         self_attn = attention(
             config,
             layer,
@@ -75,6 +75,7 @@ class Gemma2Block(Block):
             o_bias=config.attention_bias,
             softcap=config.attn_logit_softcapping,
             scale=config.query_pre_attn_scalar**-0.5,
+            **of_attention,
         )
         super().__init__(config, self_attn, gated_mlp(config), **NORM)
         self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **NORM)
@@ -93,8 +94,8 @@ class Gemma2Block(Block):
 class Gemma2(CausalLM):
     """Gemma 2 with a language-model head. `Gemma2.from_hub("google/gemma-2-2b")` loads one."""
 
-    config_class = Gemma2Config
-    block_class = Gemma2Block
+    config_class: ClassVar[type[ModelConfig]] = Gemma2Config
+    block_class: ClassVar[type[nn.Module]] = Gemma2Block
 
     @classmethod
     def make_model(cls, config: ModelConfig) -> Decoder:

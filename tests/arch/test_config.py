@@ -48,6 +48,12 @@ REFUSED = {
         (dict(layer_types=[FULL]), "layer_types.*each of 2 blocks"),
         (dict(sliding_window=None), "there is no window"),
     ],
+    "gemma3_text": [
+        (dict(use_bidirectional_attention=True), "use_bidirectional_attention=True.*causal"),
+        (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0.*caps no scores"),
+        (dict(rope_parameters=dict(rope_theta=1e6)), "expected an object by layer type: full_attention, sliding"),
+        (dict(rope_local_base_freq=1e3, rope_parameters={SLIDING: dict(rope_theta=1e4)}), "rope_theta twice"),
+    ],
     "qwen2": [
         (dict(layer_types=[FULL, SLIDING]), "there is no window"),
     ],
@@ -107,6 +113,25 @@ def test_unknown_keys_are_named_once_kept_and_saved():
         config = LlamaConfig.from_hf({**GOOD, "zebra": 1, "attention_sink": True, "pretraining_tp": 1})
     assert len(caught) == 1
     assert config.to_hf()["zebra"] == 1 and config.to_hf()["pretraining_tp"] == 1
+
+
+def test_ropes_by_layer_type_are_read_from_files_that_mix_the_generations():
+    linear, default = {"rope_type": "linear", "factor": 8.0}, {"rope_type": "default"}
+    expected = {FULL: {**linear, "rope_theta": 5e5}, SLIDING: {**default, "rope_theta": 2e4}}
+    older = dict(rope_theta=5e5, rope_local_base_freq=2e4)
+    for config in (
+        dict(older, rope_scaling=linear),
+        dict(older, rope_scaling=None, rope_parameters={FULL: linear, SLIDING: default}),
+        dict(older, rope_parameters={FULL: {**linear, "rope_theta": 5e5}}),
+        dict(rope_parameters=expected),
+    ):
+        read = ligermodels.Gemma3Config.from_hf({**GOOD, **config})
+        assert read.rope_parameters == expected and "rope_local_base_freq" not in read.extra
+        saved = read.to_hf()
+        assert saved["rope_parameters"] == expected and {**saved, **older, "rope_scaling": linear} == saved
+        theirs = transformers.AutoConfig.for_model(**saved)
+        assert theirs.rope_parameters == expected
+    assert "rope_scaling" not in ligermodels.Gemma3Config.from_hf(GOOD).to_hf()
 
 
 def spoiled_config(**changes):
