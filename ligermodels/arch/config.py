@@ -507,6 +507,33 @@ class NestedFields(CheckedFields):
         return {**self.root, **root, "text_config": text, "vision_config": vision}
 
 
+class TextAlone(CheckedFields):
+    """Reads the text of a model that also reads images, too, whose model_type lacks `_text`; a mixin before the config
+    of the text."""
+
+    model_type: ClassVar[str]
+    left_out: ClassVar[str]
+    """What is not read of the whole model, for a warning."""
+
+    @classmethod
+    def from_hf(cls: Any, config: Mapping[str, Any]) -> Any:
+        """A config from the contents of a config.json of the text or of the whole. Raises as `ModelConfig.from_hf`."""
+        parent: Any = super()
+        if cls.model_type != (whole := cls.model_type.removesuffix("_text")) == config.get("model_type"):
+            text = config.get("text_config")
+            if not isinstance(text, Mapping) or text.get("model_type", cls.model_type) != cls.model_type:
+                raise ConfigError(f"{whole}: text_config is {text!r:.80}, expected an object of {cls.model_type}")
+            outer = {"tie_word_embeddings", "quantization_config"}
+            if not text.keys() & {"dtype", "torch_dtype"}:
+                outer |= {"dtype", "torch_dtype"}
+            config = {**{key: config[key] for key in outer if key in config}, **text, "model_type": cls.model_type}
+            warnings.warn(
+                f"{whole}: only the text model is read: {cls.left_out} is left out, here and in what is saved",
+                stacklevel=2,
+            )
+        return parent.from_hf(config)
+
+
 @dataclass(kw_only=True)
 class WindowConfig(ModelConfig):
     """Adds a window to every block."""

@@ -133,10 +133,10 @@ class Decoder(BaseModel):
                     f"{config.model_type}: blocks with a head_dim of {head_dims[name]} and of {head_dim} read one "
                     f"rope, {name!r}, whose tables have one size: config.rope(layer) has to name two"
                 )
-        if config.ropes.keys() - head_dims.keys() or "full" not in config.ropes:
+        if missing := {"full", *head_dims} - config.ropes.keys():
             raise ConfigError(
-                f"{config.model_type}: rope_parameters has ropes of {', '.join(config.ropes)}, and the blocks read "
-                f"{', '.join(head_dims)}; each that is there must be read, and full must be there"
+                f"{config.model_type}: rope_parameters has ropes of {', '.join(config.ropes)}, and not of "
+                f"{', '.join(missing)}"
             )
         tables = {
             name: self._rotary(settings, head_dims.get(name, config.head_dim))

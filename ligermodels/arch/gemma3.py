@@ -18,15 +18,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ligermodels.arch.base import CausalLM
+from ligermodels.arch.config import TextAlone
 from ligermodels.arch.gemma2 import NORM, Gemma2, Gemma2Block, Gemma2Config
+from ligermodels.checkpoint.weights import Table
+
+WITH_IMAGES: tuple[Table, ...] = tuple(
+    {"model.{rest}": prefix + ".{rest}"} for prefix in ("language_model.model", "model.language_model")
+)
+"""The names in files of models that also read images: released ones, and those of transformers 5."""
 
 
 @dataclass(kw_only=True)
-class Gemma3Config(Gemma2Config):
-    """config.json of model_type gemma3_text."""
+class Gemma3Config(TextAlone, Gemma2Config):
+    """config.json of model_type gemma3_text, or the text_config of one of model_type gemma3."""
 
     model_type: ClassVar[str] = "gemma3_text"
     architecture: ClassVar[str] = "Gemma3ForCausalLM"
+    left_out: ClassVar[str] = "the vision tower, with the projector,"
     dropped: ClassVar[frozenset[str]] = frozenset({"_sliding_window_pattern", "rope_local_base_freq"})
     default_ropes: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "full_attention": {"rope_type": "default", "rope_theta": 1e6},
@@ -76,3 +85,5 @@ class Gemma3(Gemma2):
 
     config_class = Gemma3Config
     block_class = Gemma3Block
+    OTHER_LAYOUTS = WITH_IMAGES
+    IGNORE = (*CausalLM.IGNORE, *(rf"^(model\.)?{name}\." for name in ("vision_tower", "multi_modal_projector")))

@@ -19,16 +19,15 @@ Checked against: models/qwen3_5/modeling_qwen3_5.py of transformers 5.23.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM
 from ligermodels.arch.block import ResidualBlock, attention, gated_mlp
-from ligermodels.arch.config import ModelConfig
+from ligermodels.arch.config import ModelConfig, TextAlone
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.gemma import NORM
 from ligermodels.checkpoint.weights import Table
@@ -41,12 +40,13 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 
 
 @dataclass(kw_only=True)
-class Qwen3_5Config(ModelConfig):
+class Qwen3_5Config(TextAlone, ModelConfig):
     """config.json of model_type qwen3_5_text, or the text_config of one of model_type qwen3_5."""
 
     model_type: ClassVar[str] = "qwen3_5_text"
     architecture: ClassVar[str] = "Qwen3_5ForCausalLM"
     partial_rotary: ClassVar[bool] = True
+    left_out: ClassVar[str] = "the vision tower (model.visual.*)"
     fixed: ClassVar[Mapping[str, Any]] = {"attn_output_gate": True, "mlp_only_layers": []}
     """Keys of which one value alone was released."""
     unused: ClassVar[frozenset[str]] = frozenset({
@@ -65,23 +65,6 @@ class Qwen3_5Config(ModelConfig):
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        if cls.model_type != (whole := cls.model_type.removesuffix("_text")) == config.get("model_type"):
-            text = config.get("text_config")
-            if not isinstance(text, Mapping) or text.get("model_type", cls.model_type) != cls.model_type:
-                raise ConfigError(f"{whole}: text_config is {text!r:.80}, expected an object of {cls.model_type}")
-            outer = {"tie_word_embeddings", "quantization_config"}
-            if not text.keys() & {"dtype", "torch_dtype"}:
-                outer |= {"dtype", "torch_dtype"}
-            config = {**{key: config[key] for key in outer if key in config}, **text, "model_type": cls.model_type}
-            warnings.warn(
-                f"{whole}: only the text model is read: the vision tower (model.visual.*) is left out, here and in "
-                "what is saved",
-                stacklevel=2,
-            )
-        return super().from_hf(config)
 
     def __post_init__(self) -> None:
         blocks = self.num_hidden_layers

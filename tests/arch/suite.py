@@ -531,8 +531,12 @@ class Suite(Tiny):
         model = self.arch.from_hub(folder, dtype=torch.bfloat16, progress=False)
         positions = torch.arange(0, 30000, 997)[None]
         rotary = hf.get_decoder().rotary_emb
-        for ours, expected in zip(model.decoder.rotary_emb(positions), rotary(torch.zeros(1), positions), strict=True):
-            assert ours.dtype == torch.float32 and torch.equal(ours, expected[..., : ours.shape[-1]])
+        tables = {"full": model.decoder.rotary_emb, **model.decoder.ropes}
+        for name in {model.config.rope(layer) for layer in range(model.config.num_hidden_layers)}:
+            of_type = (f"{name}_attention",) if model.config.default_ropes else ()
+            wanted = rotary(torch.zeros(1), positions, *of_type)
+            for ours, expected in zip(tables[name](positions), wanted, strict=True):
+                assert ours.dtype == torch.float32 and torch.equal(ours, expected[..., : ours.shape[-1]])
         norm, expected = model.decoder.norm, hf.to(torch.bfloat16).get_decoder().norm
         x = torch.randn(64, model.config.hidden_size, dtype=torch.bfloat16)
         assert torch.equal(norm(x), expected(x))

@@ -29,8 +29,8 @@ class TestGemma3(Suite):
             rope_parameters=ropes(rope("default")), num_hidden_layers=2, num_key_value_heads=1, head_dim=12,
             layer_types=[FULL, SLIDING],
         ),
-        "capped_logits_silu": tiny(
-            final_logit_softcapping=2.5, hidden_activation="silu", num_hidden_layers=2, layer_types=[SLIDING, FULL]
+        "capped_logits_silu_no_full_block": tiny(
+            final_logit_softcapping=2.5, hidden_activation="silu", num_hidden_layers=2, layer_types=None
         ),
         "untied_with_biases_and_gelu": tiny(
             tie_word_embeddings=False, attention_bias=True, hidden_activation="gelu", num_hidden_layers=2,
@@ -47,6 +47,9 @@ class TestGemma3(Suite):
         sliding_window=128, final_logit_softcapping=None, query_pre_attn_scalar=24,
         rope_parameters=ropes(rope("default")),
     )  # fmt: skip
+
+    def shallow(self, tiny):
+        return {**super().shallow(tiny), "layer_types": [FULL]}
 
     def earlier_generation(self, config):
         by_type = config["rope_parameters"]

@@ -62,13 +62,14 @@ def test_only_the_tables_of_the_config_may_change_with_the_length():
         Decoder(llama().config, ligermodels.Llama.block_class, ropes={"local": dynamic})
 
 
-def test_each_rope_by_layer_type_is_read_by_a_block():
+def test_ropes_by_layer_type_are_those_of_the_blocks():
     by_type = {"full_attention": rope("default"), "sliding_attention": rope("default")}
     config = {**llama().config.to_hf(), "rope_scaling": None, "rope_parameters": by_type}
     with pytest.raises(ConfigError, match="has no full_attention, sliding_attention"):
         ligermodels.Llama.from_config(config, device="meta")
-    config = {**TOY, "block_types": ["full"] * TOY["num_hidden_layers"]}
-    with pytest.raises(ConfigError, match="has ropes of full, sliding, and the blocks read full"):
+    config = ToyConfig.from_hf(TOY)
+    del config.rope_parameters["sliding_attention"]
+    with pytest.raises(ConfigError, match="has ropes of full, and not of sliding"):
         Toy.from_config(config, device="meta")
 
 

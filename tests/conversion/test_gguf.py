@@ -51,6 +51,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0]}
 GEMMA = {"head_dim": 8, "tie_word_embeddings": True}
 GEMMA2 = {**GEMMA, "query_pre_attn_scalar": 8}
+GEMMA3 = {
+    **GEMMA2, "sliding_window": 8, "num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8.0}
+}  # fmt: skip
 PHI3_LONG = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64, "rope_scaling": LONGROPE}
 QWEN3_MOE = {
     "head_dim": 16,
@@ -80,6 +83,7 @@ MODELS = {
     "mixtral": ("mixtral", {"num_local_experts": 3, "head_dim": 8}),
     "gemma": ("gemma", GEMMA),
     "gemma2": ("gemma2", {**GEMMA2, "sliding_window": 8}),
+    "gemma3": ("gemma3_text", GEMMA3),
     "qwen2": ("qwen2", {"rope_scaling": YARN}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
@@ -91,6 +95,7 @@ MODELS = {
     "phi3, long": ("phi3", PHI3_LONG),
 }
 OF_FAMILY = {"llama": "llama 3", "mistral": "mistral 0.3", "gemma": "gemma 1", "gemma2": "gemma 2", "qwen2": "qwen 2"}
+OF_FAMILY["gemma3_text"] = "gemma 2"
 OF_FAMILY |= {"mixtral": "mixtral", "phi3": "llama 2", "qwen3": "qwen 2", "qwen3_5_text": "qwen 3.5"}
 OF_FAMILY["glm4_moe"] = "llama 3"
 OF_FAMILY["qwen3_moe"] = "qwen 2"
@@ -109,7 +114,7 @@ def model_of(tmp_path_factory):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 sizes = SIZES | {"vocab_size": rows_of(OF_FAMILY[family])}
-                config = transformers.AutoConfig.for_model(family, **sizes, **fields)
+                config = transformers.AutoConfig.for_model(family, **{**sizes, **fields})
                 torch.manual_seed(0)
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
             with torch.no_grad():
@@ -158,7 +163,7 @@ NAMES = {
     "ffn_gate_inp.e_score_correction_bias": "exp_probs_b.bias",
     "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
 }  # fmt: skip
-PLUS_ONE = ("gemma", "gemma2", "qwen3_5_text")
+PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_5_text")
 EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 EXPERTS |= {"gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps", "up_proj": "ffn_up_exps"}
 
@@ -169,7 +174,7 @@ def expected(folder: Path, family: str, dtype: torch.dtype) -> dict[str, torch.T
         if match := re.fullmatch(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight", name):
             experts.setdefault(f"blk.{match[1]}.{EXPERTS[match[3]]}.weight", {})[int(match[2])] = x.to(dtype)
             continue
-        after = "post_attention_norm" if family in ("gemma2", "qwen3_5_text", "glm4_moe") else "ffn_norm"
+        after = "post_attention_norm" if family in ("gemma2", "gemma3_text", "qwen3_5_text", "glm4_moe") else "ffn_norm"
         ours = name.replace("post_attention_layernorm", after)
         for theirs, its in NAMES.items():
             ours = re.sub(rf"\b{re.escape(theirs)}\b", its, ours)
@@ -218,6 +223,7 @@ def wanted_fields(name: str, rows: int) -> dict:
     arch = {
         "mistral": "llama",
         "mixtral": "llama",
+        "gemma3_text": "gemma3",
         "qwen3_5_text": "qwen35",
         "glm4_moe": "glm4moe",
         "qwen3_moe": "qwen3moe",
@@ -226,10 +232,10 @@ def wanted_fields(name: str, rows: int) -> dict:
     size = fields.get("head_dim") or 8
     rotated = {"phi3, long": 6, "qwen3_5_text": 8, "glm4_moe": 8}
     own = {
-        "vocab_size": rows, "context_length": 256, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48,
+        "vocab_size": rows, "context_length": 256, "embedding_length": 32, "block_count": fields.get("num_hidden_layers", 2), "feed_forward_length": 48,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": size,
         "attention.value_length": size, "rope.dimension_count": rotated.get(name) or rotated.get(family) or size,
-        "rope.freq_base": 500000.0 if name == "llama" else 1000000.0 if family == "mixtral" else 10000.0,
+        "rope.freq_base": 500000.0 if name == "llama" else 1000000.0 if family in ("mixtral", "gemma3_text") else 10000.0,
         "attention.layer_norm_rms_epsilon": 1e-5 if family in ("mixtral", "phi3", "glm4_moe") else 1e-6,
     } | {
         "llama, tied": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
@@ -237,6 +243,7 @@ def wanted_fields(name: str, rows: int) -> dict:
         "mixtral": {"expert_count": 3, "expert_used_count": 2},
         "qwen3_moe": {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 24},
         "gemma2": {"attention.sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        "gemma3": {"attention.sliding_window": 8, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
         "qwen2": {
             "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
             "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 1.0,
@@ -268,11 +275,15 @@ def wanted_fields(name: str, rows: int) -> dict:
 
 def names_of_llama_cpp(family: str) -> set[str]:
     """The tensors that the gguf package knows of an architecture."""
-    arch = {"mistral": "LLAMA", "mixtral": "LLAMA", "qwen3_moe": "QWEN3MOE", "qwen3_5_text": "QWEN35"}.get(
-        family, family.upper()
-    )
+    arch = {
+        "mistral": "LLAMA",
+        "mixtral": "LLAMA",
+        "qwen3_moe": "QWEN3MOE",
+        "qwen3_5_text": "QWEN35",
+        "gemma3_text": "GEMMA3",
+    }.get(family, family.upper())
     patterns = [gguf.TENSOR_NAMES[one] for one in gguf.MODEL_TENSORS[gguf.MODEL_ARCH[arch]]]
-    names = {pattern.format(bid=layer) for pattern in patterns for layer in range(2)}
+    names = {pattern.format(bid=layer) for pattern in patterns for layer in range(7)}
     return names | {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
 
 
@@ -400,6 +411,9 @@ REFUSED = [
     ("gemma2", {**GEMMA, "query_pre_attn_scalar": 144}, "query_pre_attn_scalar 144"),
     ("gemma2", {**GEMMA2, "attn_logit_softcapping": None}, "softcapping null"),
     ("gemma2", {**GEMMA2, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("gemma3_text", {**GEMMA3, "final_logit_softcapping": 30.0}, "final_logit_softcapping 30"),
+    ("gemma3_text", {**GEMMA3, "layer_types": ["full_attention"] * 7}, "layer_types other than full attention in"),
+    ("gemma3_text", {**GEMMA3, "rope_local_base_freq": 2e4}, "the rope .*20000.* of sliding layers"),
     ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": False}, "norm_topk_prob false"),
     ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}, "blocks without experts"),
     ("qwen3_moe", {**QWEN3_MOE, "attention_bias": True}, "attention_bias"),
@@ -502,10 +516,11 @@ def test_every_family_there_and_back(tmp_path, model_of, name, dtype):
     assert [a.config.window(i) for i in (0, 1)] == [b.config.window(i) for i in (0, 1)]
 
 
-def test_gemma_2_27b_is_known_by_its_number_of_layers(tmp_path):
+@pytest.mark.parametrize("family, layers", [("gemma2", 46), ("gemma3_text", 62)])
+def test_the_27b_of_gemma_is_known_by_its_number_of_layers(tmp_path, family, layers):
     """Its queries alone are scaled by the width of the model, which no key of the file says."""
-    sizes = {"num_hidden_layers": 46, "head_dim": 16, "query_pre_attn_scalar": 8}
-    small_model(tmp_path / "hf", "gemma 2", "gemma2", tie_word_embeddings=True, **sizes)
+    sizes = {"num_hidden_layers": layers, "head_dim": 16, "query_pre_attn_scalar": 8}
+    small_model(tmp_path / "hf", "gemma 2", family, tie_word_embeddings=True, **sizes)
     to_gguf(tmp_path / "hf", tmp_path / "model.gguf")
     assert load(tmp_path / "model.gguf").config.query_pre_attn_scalar == 8
 

@@ -20,7 +20,7 @@ from ligermodels.errors import ConfigError
 _SILU, _GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
 FAMILIES = {
     "llama": ("llama", _SILU), "mistral": ("llama", _SILU), "mixtral": ("llama", _SILU), "gemma": ("gemma", _GELU),
-    "gemma2": ("gemma2", _GELU), "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU),
+    "gemma2": ("gemma2", _GELU), "gemma3_text": ("gemma3", _GELU), "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU),
     "qwen3_moe": ("qwen3moe", _SILU),
     "qwen3_5_text": ("qwen35", _SILU), "phi3": ("phi3", _SILU), "glm4_moe": ("glm4moe", _SILU),
 }  # fmt: skip
@@ -56,6 +56,7 @@ _KEYS_OF = {
     },
 }  # fmt: skip
 _ARCHITECTURES = {
+    "gemma3_text": "Gemma3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -67,6 +68,10 @@ _DEFAULTS = {
     "leading_dense_block_count": 0,
 }  # fmt: skip
 _SIGMOID = 2  # expert_gating_func
+_WIDE_HEADS = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the model of each family whose query_pre_attn_scalar is not head_dim."""
+_LOCAL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+"""Of Gemma 3's sliding layers; no file says it."""
 _AHEAD = {"qwen3_5_text": "mtp_num_hidden_layers", "glm4_moe": "num_nextn_predict_layers"}
 _SECTIONS = [11, 11, 10]
 """mrope_section of every released Qwen3.5; llama.cpp reads no file without it, and text does not depend on it."""
@@ -181,12 +186,15 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
         config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in headers
     if model_type == "qwen3_moe":
         config["norm_topk_prob"] = True  # as llama.cpp computes it
-    if model_type in ("gemma", "gemma2"):
+    if model_type in ("gemma", "gemma2", "gemma3_text"):
         config["hidden_activation"] = activation
+    if model_type in _WIDE_HEADS:
+        config["query_pre_attn_scalar"] = _gemma_scalar(model_type, fields)
     if model_type == "gemma2":
-        width, heads = fields["hidden_size"], fields["num_attention_heads"]
-        config["query_pre_attn_scalar"] = _gemma2_scalar(fields["num_hidden_layers"], width, heads, head_dim)
         window = window or 4096
+    if model_type == "gemma3_text":
+        config["rope_local_base_freq"] = float(metadata.get("rope.freq_base_swa", 10000.0))
+        config["sliding_window_pattern"] = metadata.get("attention.sliding_window_pattern", 6)
     if model_type == "qwen3_5_text":
         config["rope_parameters"] = {
             "rope_type": "default",
@@ -209,7 +217,7 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
         config["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
         raise ConfigError(f"{where} rotates {rotated} of a head's {head_dim} dimensions, which a {model_type} does not")
-    if model_type in ("mistral", "mixtral", "gemma2", "phi3"):
+    if model_type in ("mistral", "mixtral", "gemma2", "gemma3_text", "phi3"):
         config["sliding_window"] = window
     elif window is not None:
         raise ConfigError(f"{where} has a window of {window}, and does not say which layers of a {model_type} have it")
@@ -279,9 +287,11 @@ def llama3_divisors(rope: Mapping[str, Any], dim: int) -> list[float]:
     return divisors
 
 
-def _gemma2_scalar(layers: int, width: int, heads: int, head_dim: int) -> int:
-    """query_pre_attn_scalar as llama.cpp takes it: the 27B alone, known by its 46 layers, is scaled by its width."""
-    return width // heads if layers == 46 else head_dim
+def _gemma_scalar(model_type: str, fields: Mapping[str, Any]) -> int:
+    """query_pre_attn_scalar as llama.cpp takes it: the 27B alone, known by its layers, is scaled by its width."""
+    if fields["num_hidden_layers"] == _WIDE_HEADS[model_type]:
+        return fields["hidden_size"] // fields["num_attention_heads"]
+    return fields["head_dim"]
 
 
 def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | float | str | list[int]]:
@@ -289,7 +299,7 @@ def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | fl
 
     rotary: its RotaryEmbedding. mtp_layers: number of layers for multi-token prediction, which llama.cpp counts too.
     """
-    rope, kind = config.rope_parameters, config.model_type
+    rope, kind = config.ropes["full"], config.model_type
     keys = _KEYS | _KEYS_OF.get(kind, {})
     metadata: dict[str, int | float | str | list[int]] = {"vocab_size": config.vocab_size}
     for key, field in keys.items():
@@ -346,14 +356,18 @@ def check(model: Any, where: str) -> None:
     arch, activations = FAMILIES[c.model_type]
     layers = range(c.num_hidden_layers)
     odd = [f"hidden_act {c.hidden_act}"] * (c.hidden_act not in activations)
-    if arch in ("gemma", "gemma2"):
+    if arch in ("gemma", "gemma2", "gemma3"):
         odd += ["a head of its own (tie_word_embeddings false)"] * (not c.tie_word_embeddings)
-    if arch in ("gemma", "gemma2", "qwen3", "qwen3moe", "qwen35"):
+    if arch in ("gemma", "gemma2", "gemma3", "qwen3", "qwen3moe", "qwen35"):
         odd += ["attention_bias"] * c.attention_bias
+    if c.model_type in _WIDE_HEADS and c.query_pre_attn_scalar != (scalar := _gemma_scalar(c.model_type, c.values())):
+        odd.append(f"query_pre_attn_scalar {c.query_pre_attn_scalar} (it takes {scalar} for these sizes)")
+    if arch == "gemma3":
+        if c.layer_types != ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in layers]:
+            odd.append("layer_types other than full attention in every sixth layer")
+        odd += [f"the rope {c.ropes['sliding']} of sliding layers"] * (c.ropes["sliding"] != _LOCAL_ROPE)
+        odd += [f"final_logit_softcapping {c.final_logit_softcapping}"] * (c.final_logit_softcapping is not None)
     if arch == "gemma2":
-        scalar = _gemma2_scalar(len(layers), c.hidden_size, c.num_attention_heads, c.head_dim)
-        if c.query_pre_attn_scalar != scalar:
-            odd.append(f"query_pre_attn_scalar {c.query_pre_attn_scalar} (it takes {scalar} for these sizes)")
         odd += [f"{name} null" for name in _CAPS if getattr(c, name) is None]
         if c.layer_types != ["full_attention" if i % 2 else "sliding_attention" for i in layers]:
             odd.append("layer_types other than sliding, full, sliding, full, ...")
@@ -375,7 +389,7 @@ def check(model: Any, where: str) -> None:
             f"{where}: llama.cpp does not compute {'; '.join(odd)} of a {c.model_type}.\n  Next: keep another layout."
         )
     windows = [window for i in layers if (window := c.window(i)) is not None]
-    if windows and arch != "gemma2" and min(windows) < c.max_position_embeddings:
+    if windows and arch not in ("gemma2", "gemma3") and min(windows) < c.max_position_embeddings:
         warnings.warn(
             f"{where}: llama.cpp ignores the window of {min(windows)} tokens of a {c.model_type}: its output differs "
             "for longer texts. Run it with a context of that size (-c) where this matters.",
@@ -384,9 +398,14 @@ def check(model: Any, where: str) -> None:
 
 
 def _odd_rope(config: Any, rotary: Any, arch: str) -> list[str]:
-    rope = config.rope_parameters
+    rope = config.ropes["full"]
     kind, scaling = rope["rope_type"], rotary.attention_scaling
-    if kind == "dynamic" or (kind == "llama3" and arch != "llama") or (kind == "longrope" and arch != "phi3"):
+    if (
+        kind == "dynamic"
+        or (arch == "gemma3" and kind not in ("default", "linear"))
+        or (kind == "llama3" and arch != "llama")
+        or (kind == "longrope" and arch != "phi3")
+    ):
         return [f"rope_type {kind}"]
     if kind != "yarn":
         return []
@@ -396,5 +415,5 @@ def _odd_rope(config: Any, rotary: Any, arch: str) -> list[str]:
 
 
 def _factor(config: Any) -> float:
-    rope = config.rope_parameters
+    rope = config.ropes["full"]
     return rope.get("factor") or config.max_position_embeddings / rope["original_max_position_embeddings"]

@@ -65,6 +65,7 @@ _OF_FAMILY = {
         "nextn.embed_tokens": "embed_tokens",
     },
 }  # fmt: skip
+_OF_FAMILY["gemma3_text"] = _OF_FAMILY["gemma2"]
 """{llama.cpp's name of a module: Hugging Face's}, of all models and of single ones; {} is the number of an expert."""
 _WITHOUT_MODULE = {
     "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias",
@@ -133,7 +134,7 @@ class Layout:
             return Change(lambda x: to_pairs(x, heads), lambda x: to_halves(x, heads))
         if module.endswith("linear_attn.norm"):
             return None
-        if "norm" in module.rpartition(".")[2] and self._arch in ("gemma", "gemma2", "qwen35"):
+        if "norm" in module.rpartition(".")[2] and self._arch in ("gemma", "gemma2", "gemma3", "qwen35"):
             return _ONE_MORE
         if ".linear_attn." in ours:
             return self._of_linear_attention(ours.rpartition(".linear_attn.")[2])

@@ -131,7 +131,7 @@ class GgufTarget:
 
 def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
     """{name in the file: how it is made}, tables first."""
-    config, rope = view.model.config, view.model.config.rope_parameters
+    config, rope = view.model.config, view.model.config.ropes["full"]
     layout = Layout(arch, config.model_type, vars(config))
     tables: dict[str, list[float]] = {}
     if rope["rope_type"] == "llama3":
@@ -170,11 +170,11 @@ def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
 def _warn_of_losses(view: Any, arch: str) -> None:
     """Warns of what the file cannot hold, except windows (`check`) and NFC (vocabulary.py)."""
     lost = []
-    rounded = ["norm weights as 1 + weight"] * (arch in ("gemma", "gemma2", "qwen35"))
+    rounded = ["norm weights as 1 + weight"] * (arch in ("gemma", "gemma2", "gemma3", "qwen35"))
     rounded += ["A_log as -exp(A_log)"] * (arch == "qwen35")
     if rounded:
         lost.append(f"GGUF stores {' and '.join(rounded)}, in fp32: read back, they are rounded to 1e-7.")
-    if view.model.config.rope_parameters["rope_type"] == "longrope":
+    if view.model.config.ropes["full"]["rope_type"] == "longrope":
         lost.append("llama.cpp takes the long or the short frequencies by its context size (-c), not by the text's.")
     settings = [name for name, value in view.generation_config().items() if name in _SAMPLING and value is not None]
     if settings:
