@@ -39,7 +39,7 @@ ARCHS: dict[str, type[CausalLM]] = {
 }
 """model_type of config.json -> the class that reads it: every architecture imported above."""
 
-TEXTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXTS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """model_type of a model that reads images -> that of its text, where the zoo has a class for it alone."""
 
 PUBLIC = {"ARCHS", "load"} | {cls.__name__ for arch in ARCHS.values() for cls in (arch, arch.config_class)}
@@ -53,12 +53,14 @@ def arch_of(folder: Path, config: Any = None, *, text_only: bool = False, **hub_
     """
     values = config_values(folder, config, **hub_options)
     model_type = values.model_type if isinstance(values, ModelConfig) else values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHS:
-        raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo has {', '.join(ARCHS)}")
-    if text_only and ARCHS[model_type].extra_inputs:
-        if model_type not in TEXTS:
-            raise ConfigError(f"{folder}: there is no class for the text of a {model_type} alone; leave text_only out")
+    if text_only and model_type in TEXTS:
         return ARCHS[TEXTS[model_type]]
+    if not isinstance(model_type, str) or model_type not in ARCHS:
+        alone = f"; text_only=True reads the text of a {model_type}" if model_type in TEXTS else ""
+        names = ", ".join(ARCHS)
+        raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo has {names}{alone}")
+    if text_only and ARCHS[model_type].extra_inputs:
+        raise ConfigError(f"{folder}: there is no class for the text of a {model_type} alone; leave text_only out")
     return ARCHS[model_type]
 
 

@@ -1,8 +1,15 @@
 """Gemma 3 without images: every switch of its configuration on tiny checkpoints, and the released sizes."""
 
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
 import ligermodels
 from ligermodels.arch.gemma3 import Gemma3Config
-from tests.arch.suite import Suite, rope, tiny_config
+from ligermodels.errors import ConfigError
+from tests.arch.suite import FIXTURES, LOGITS, Suite, read_tensors, relative, rope, tiny_config, write_checkpoint
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -57,3 +64,32 @@ class TestGemma3(Suite):
         if config["layer_types"] == Gemma3Config.from_hf({**config, "layer_types": None}).layer_types:
             del config["layer_types"]
         return {**config, "rope_local_base_freq": by_type[SLIDING]["rope_theta"]}
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model", "model.language_model"])
+def test_the_text_of_a_model_that_reads_images(prefix, tmp_path):
+    folder = write_checkpoint(tiny(), tmp_path / "text", norm=0.0)
+    model, ids = ligermodels.load(folder, progress=False), torch.randint(3, 90, (2, 9))
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "image_token_index": 96}
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = {name.replace("model", prefix, 1): x for name, x in read_tensors(folder).items()}
+    tower = {"vision_tower.vision_model.post_layernorm.bias", "multi_modal_projector.mm_soft_emb_norm.weight"}
+    tensors |= {("model." * prefix.startswith("model.")) + name: torch.ones(4) for name in tower}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="gemma3: only the text model is read: the vision tower"):
+        alone = ligermodels.load(folder, text_only=True, progress=False)
+    assert relative(alone(ids).logits, model(ids).logits) < LOGITS
+    again = ligermodels.load(alone.save_pretrained(tmp_path / "again"), progress=False)
+    assert torch.equal(again(ids).logits, alone(ids).logits) and again.config.model_type == "gemma3_text"
+    with pytest.raises(ConfigError, match="'gemma3'; the zoo has .*text_only=True reads the text of a gemma3"):
+        ligermodels.load(folder, progress=False)
+
+
+@pytest.mark.filterwarnings("ignore:gemma3. only the text")
+@pytest.mark.parametrize("name, count", [("gemma-3-4b-it", 3_880_263_168), ("gemma-3-12b-it", 11_766_034_176)])
+def test_exact_number_of_parameters_of_the_text(name, count):
+    configs = [json.loads((FIXTURES / version / f"{name}.json").read_text()) for version in (".", "v5")]
+    one, other = map(Gemma3Config.from_hf, configs)
+    assert one == other and one.ropes["full"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    assert ligermodels.Gemma3.from_config(one, device="meta").num_parameters() == count

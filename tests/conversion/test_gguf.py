@@ -232,10 +232,11 @@ def wanted_fields(name: str, rows: int) -> dict:
     size = fields.get("head_dim") or 8
     rotated = {"phi3, long": 6, "qwen3_5_text": 8, "glm4_moe": 8}
     own = {
-        "vocab_size": rows, "context_length": 256, "embedding_length": 32, "block_count": fields.get("num_hidden_layers", 2), "feed_forward_length": 48,
+        "vocab_size": rows, "context_length": 256, "embedding_length": 32,
+        "block_count": fields.get("num_hidden_layers", 2), "feed_forward_length": 48,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": size,
         "attention.value_length": size, "rope.dimension_count": rotated.get(name) or rotated.get(family) or size,
-        "rope.freq_base": 500000.0 if name == "llama" else 1000000.0 if family in ("mixtral", "gemma3_text") else 10000.0,
+        "rope.freq_base": {"llama": 500000.0, "mixtral": 1000000.0, "gemma3": 1000000.0}.get(name, 10000.0),
         "attention.layer_norm_rms_epsilon": 1e-5 if family in ("mixtral", "phi3", "glm4_moe") else 1e-6,
     } | {
         "llama, tied": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
