@@ -26,6 +26,7 @@ from ligermodels.arch.qwen3_5 import WITH_IMAGES, Qwen3_5, Qwen3_5Block, Qwen3_5
 
 BLOCK_WITH_IMAGES = "model.language_model.layers.{i}."
 """A block in files of models that also read images."""
+MTP_BY_EXPERT = by_expert("mtp.layers.{i}.")
 
 
 @dataclass(kw_only=True)
@@ -58,4 +59,8 @@ class Qwen3_5Moe(Qwen3_5):
 
     config_class = Qwen3_5MoeConfig
     block_class = Qwen3_5MoeBlock
-    OTHER_LAYOUTS = (WITH_IMAGES, by_expert(), {**by_expert(on_disk=BLOCK_WITH_IMAGES), **WITH_IMAGES})
+    OTHER_LAYOUTS = (
+        WITH_IMAGES,
+        {**by_expert(), **MTP_BY_EXPERT},
+        {**by_expert(on_disk=BLOCK_WITH_IMAGES), **MTP_BY_EXPERT, **WITH_IMAGES},
+    )

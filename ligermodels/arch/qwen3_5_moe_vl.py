@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.arch.block import by_expert
-from ligermodels.arch.qwen3_5_moe import BLOCK_WITH_IMAGES, Qwen3_5MoeBlock, Qwen3_5MoeConfig
+from ligermodels.arch.qwen3_5_moe import BLOCK_WITH_IMAGES, MTP_BY_EXPERT, Qwen3_5MoeBlock, Qwen3_5MoeConfig
 from ligermodels.arch.qwen3_5_vl import Qwen3_5Images, Qwen3_5VL
 
 
@@ -30,4 +30,4 @@ class Qwen3_5MoeVL(Qwen3_5VL):
     config_class = Qwen3_5MoeVLConfig
     block_class = Qwen3_5MoeBlock
     _no_split_modules: ClassVar = ["Qwen3_5MoeBlock", "VisionBlock"]
-    OTHER_LAYOUTS = (by_expert(BLOCK_WITH_IMAGES),)
+    OTHER_LAYOUTS = ({**by_expert(BLOCK_WITH_IMAGES), **MTP_BY_EXPERT},)

@@ -74,7 +74,8 @@ def test_a_convolution_of_one_token_has_no_past():
 def with_images(folder, into):
     """The checkpoint as one of a model that also reads images, and predicts several tokens."""
     config = json.loads((folder / "config.json").read_text())
-    outer = dict(model_type="qwen3_5", text_config=config, tie_word_embeddings=config["tie_word_embeddings"])
+    model_type = config["model_type"].removesuffix("_text")
+    outer = dict(model_type=model_type, text_config=config, tie_word_embeddings=config["tie_word_embeddings"])
     into.mkdir()
     (into / "config.json").write_text(json.dumps(outer))
     tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in read_tensors(folder).items()}

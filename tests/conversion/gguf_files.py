@@ -98,8 +98,13 @@ def fields_of(path: Path) -> dict:
     return {name: field.contents() for name, field in fields.items() if not name.startswith("GGUF.")}
 
 
-def rewritten(model, target, change=lambda fields: None, values_of=lambda tensor: (np.array(tensor.data), None)):
-    """A copy of the file with other metadata, or other (values, type) of its tensors."""
+def as_it_is(tensor):
+    return np.array(tensor.data), None
+
+
+def rewritten(model, target, change=lambda fields: None, values_of=as_it_is, name_of=str):
+    """A copy of the file with other metadata, or other (values, type) of its tensors, or without those whose name is
+    None."""
     reader = gguf.GGUFReader(model)
     fields = {key: (field.contents(), field.types) for key, field in reader.fields.items() if "GGUF." not in key}
     change(fields)
@@ -109,7 +114,8 @@ def rewritten(model, target, change=lambda fields: None, values_of=lambda tensor
         writer.add_key_value(key, value, types[0], sub_type=inner)
     for tensor in reader.tensors:
         values, kind = values_of(tensor)
-        writer.add_tensor(tensor.name, values, raw_dtype=kind)
+        if (name := name_of(tensor.name)) is not None:
+            writer.add_tensor(name, values, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

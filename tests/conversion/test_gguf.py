@@ -31,6 +31,7 @@ from ligermodels.errors import CheckpointError, ConfigError, HubError, InputErro
 from ligermodels.text import Tokenizer
 from ligermodels.training import load_mtp
 from tests.arch.test_qwen3_5 import with_images
+from tests.arch.test_qwen3_5_moe import mtp_tensors as mtp_tensors_with_experts
 from tests.arch.test_qwen3_5_mtp import mtp_tensors
 from tests.conversion import gguf_files
 from tests.conversion.gguf_files import (
@@ -70,8 +71,11 @@ QWEN3_5 = {
         "mrope_interleaved": True,
     },
 }  # fmt: skip
+QWEN3_5_MOE = QWEN3_5 | {
+    "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
 GLM4_MOE = {
-    "head_dim": 16, "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "head_dim": 16, "n_routed_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "attention_bias": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 MODELS = {
@@ -89,6 +93,7 @@ MODELS = {
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3.5": ("qwen3_5_text", QWEN3_5),
     "qwen3.5, one key head": ("qwen3_5_text", QWEN3_5 | {"linear_num_key_heads": 1, "tie_word_embeddings": True}),
+    "qwen3.5 with experts": ("qwen3_5_moe_text", QWEN3_5_MOE),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
     "glm4_moe, norms": ("glm4_moe", GLM4_MOE | {"use_qk_norm": True, "attention_bias": False, "norm_topk_prob": False}),
     "phi3": ("phi3", {"sliding_window": 300}),
@@ -97,8 +102,7 @@ MODELS = {
 OF_FAMILY = {"llama": "llama 3", "mistral": "mistral 0.3", "gemma": "gemma 1", "gemma2": "gemma 2", "qwen2": "qwen 2"}
 OF_FAMILY["gemma3_text"] = "gemma 2"
 OF_FAMILY |= {"mixtral": "mixtral", "phi3": "llama 2", "qwen3": "qwen 2", "qwen3_5_text": "qwen 3.5"}
-OF_FAMILY["glm4_moe"] = "llama 3"
-OF_FAMILY["qwen3_moe"] = "qwen 2"
+OF_FAMILY |= {"glm4_moe": "llama 3", "qwen3_moe": "qwen 2", "qwen3_5_moe_text": "qwen 3.5"}
 QUIET = {"progress": False}
 
 
@@ -162,8 +166,11 @@ NAMES = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "ffn_gate_inp.e_score_correction_bias": "exp_probs_b.bias",
     "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
-PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_5_text")
+QWEN35 = ("qwen3_5_text", "qwen3_5_moe_text")
+PLUS_ONE = ("gemma", "gemma2", "gemma3_text", *QWEN35)
 EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 EXPERTS |= {"gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps", "up_proj": "ffn_up_exps"}
 
@@ -174,7 +181,7 @@ def expected(folder: Path, family: str, dtype: torch.dtype) -> dict[str, torch.T
         if match := re.fullmatch(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight", name):
             experts.setdefault(f"blk.{match[1]}.{EXPERTS[match[3]]}.weight", {})[int(match[2])] = x.to(dtype)
             continue
-        after = "post_attention_norm" if family in ("gemma2", "gemma3_text", "qwen3_5_text", "glm4_moe") else "ffn_norm"
+        after = "post_attention_norm" if family in ("gemma2", "gemma3_text", *QWEN35, "glm4_moe") else "ffn_norm"
         ours = name.replace("post_attention_layernorm", after)
         for theirs, its in NAMES.items():
             ours = re.sub(rf"\b{re.escape(theirs)}\b", its, ours)
@@ -182,6 +189,8 @@ def expected(folder: Path, family: str, dtype: torch.dtype) -> dict[str, torch.T
             x = x.float() + 1
         if ".linear_attn." in name:
             x = as_stored(name.rpartition("linear_attn.")[2], x, config["linear_num_key_heads"])
+        if name.endswith("shared_expert_gate.weight"):
+            x = x[0]
         if family in ("llama", "mistral", "mixtral") and ("q_proj" in name or "k_proj" in name):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             size = len(x) // heads  # row 2 j + s of each head is row j + s D / 2 of the source's head
@@ -225,12 +234,13 @@ def wanted_fields(name: str, rows: int) -> dict:
         "mixtral": "llama",
         "gemma3_text": "gemma3",
         "qwen3_5_text": "qwen35",
+        "qwen3_5_moe_text": "qwen35moe",
         "glm4_moe": "glm4moe",
         "qwen3_moe": "qwen3moe",
     }
     arch = arch.get(family, family)
     size = fields.get("head_dim") or 8
-    rotated = {"phi3, long": 6, "qwen3_5_text": 8, "glm4_moe": 8}
+    rotated = {"phi3, long": 6, "qwen3_5_text": 8, "qwen3_5_moe_text": 8, "glm4_moe": 8}
     own = {
         "vocab_size": rows, "context_length": 256, "embedding_length": 32,
         "block_count": fields.get("num_hidden_layers", 2), "feed_forward_length": 48,
@@ -256,9 +266,15 @@ def wanted_fields(name: str, rows: int) -> dict:
             }
             for one, keys in (("qwen3.5", 2), ("qwen3.5, one key head", 1))
         },
+        "qwen3.5 with experts": {
+            "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 6,
+            "ssm.inner_size": 96, "full_attention_interval": 2, "rope.dimension_sections": [2, 1, 1, 0],
+            "expert_count": 12, "expert_used_count": 2, "expert_feed_forward_length": 24,
+            "expert_shared_feed_forward_length": 20,
+        },
         **{
             one: {
-                "expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 24, "expert_shared_count": 1,
+                "expert_count": 12, "expert_used_count": 2, "expert_feed_forward_length": 24, "expert_shared_count": 1,
                 "expert_weights_norm": normalised, "expert_weights_scale": 1.5, "expert_gating_func": 2,
                 "leading_dense_block_count": 1,
             }
@@ -276,13 +292,9 @@ def wanted_fields(name: str, rows: int) -> dict:
 
 def names_of_llama_cpp(family: str) -> set[str]:
     """The tensors that the gguf package knows of an architecture."""
-    arch = {
-        "mistral": "LLAMA",
-        "mixtral": "LLAMA",
-        "qwen3_moe": "QWEN3MOE",
-        "qwen3_5_text": "QWEN35",
-        "gemma3_text": "GEMMA3",
-    }.get(family, family.upper())
+    archs = {"mistral": "LLAMA", "mixtral": "LLAMA", "qwen3_moe": "QWEN3MOE", "gemma3_text": "GEMMA3"}
+    archs |= {"qwen3_5_text": "QWEN35", "qwen3_5_moe_text": "QWEN35MOE"}
+    arch = archs.get(family, family.upper())
     patterns = [gguf.TENSOR_NAMES[one] for one in gguf.MODEL_TENSORS[gguf.MODEL_ARCH[arch]]]
     names = {pattern.format(bid=layer) for pattern in patterns for layer in range(7)}
     return names | {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
@@ -312,12 +324,38 @@ def test_tensors_and_keys(tmp_path, model_of, name, dtype):
     assert fields == {k: pytest.approx(v, rel=1e-6) if isinstance(v, float) else v for k, v in wanted.items()}
 
 
-def test_experts_need_no_size_of_dense_blocks(tmp_path):
-    source = small_model(tmp_path / "source", "qwen 2", "qwen3_moe", **{**QWEN3_MOE, "intermediate_size": None})
+@pytest.mark.parametrize("name, arch", [("qwen3_moe", "qwen3moe"), ("qwen3.5 with experts", "qwen35moe")])
+@pytest.mark.filterwarnings("ignore:.*1 . weight")
+def test_experts_need_no_size_of_dense_blocks(tmp_path, name, arch):
+    family, fields = MODELS[name]
+    fields = {**fields, "num_hidden_layers": 2, "intermediate_size": None}
+    source = small_model(tmp_path / "source", OF_FAMILY[family], family, **fields)
     to_gguf(source, tmp_path / "out.gguf", verify="bytes")
-    assert "qwen3moe.feed_forward_length" not in fields_of(tmp_path / "out.gguf")
+    assert f"{arch}.feed_forward_length" not in fields_of(tmp_path / "out.gguf")
     ids = torch.tensor([[5, 6, 7]])
     assert torch.equal(load(tmp_path / "out.gguf")(ids).logits, load(source)(ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*1 . weight")
+def test_experts_whose_gate_and_up_are_one_tensor(tmp_path):
+    """As newer builds of llama.cpp write them where they are asked to; here with quantised rows."""
+    sizes = QWEN3_5_MOE | {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32}
+    to_gguf(small_model(tmp_path / "hf", "qwen 3.5", "qwen3_5_moe_text", **sizes), tmp_path / "float.gguf")
+    gguf_files.quantised(tmp_path / "float.gguf", tmp_path / "apart.gguf", "Q8_0")
+    ups = {x.name: np.array(x.data) for x in gguf.GGUFReader(tmp_path / "apart.gguf").tensors if "_up_exps" in x.name}
+
+    def joined(tensor):
+        kind, values = tensor.tensor_type, np.array(tensor.data)
+        if "_gate_exps" in tensor.name:
+            values = np.concatenate([values, ups[tensor.name.replace("gate", "up")]], axis=1)
+        return values, kind if kind == gguf.GGMLQuantizationType.Q8_0 else None
+
+    def name_of(name):
+        return None if name in ups else name.replace("gate_exps", "gate_up_exps")
+
+    rewritten(tmp_path / "apart.gguf", tmp_path / "joined.gguf", values_of=joined, name_of=name_of)
+    apart, joint = load(tmp_path / "apart.gguf"), load(tmp_path / "joined.gguf")
+    assert all(same_bits(a, b) for a, b in zip(apart.parameters(), joint.parameters(), strict=True))
 
 
 def test_phi_3_in_the_name():
@@ -380,7 +418,7 @@ def test_a_file_that_is_not_what_was_to_be_written(tmp_path, model_of, monkeypat
 LOSSES = {
     "llama": (), "gemma": ("as 1 + weight, in fp32",), "gemma2": ("as 1 + weight, in fp32",), "phi3": (),
     "phi3, long": ("by its context size",), "qwen2": ("ignores the NFC",),
-    "qwen3.5": ("as 1 + weight and A_log as -exp(A_log), in fp32",),
+    **dict.fromkeys(("qwen3.5", "qwen3.5 with experts"), ("as 1 + weight and A_log as -exp(A_log), in fp32",)),
 }  # fmt: skip
 
 
@@ -421,6 +459,8 @@ REFUSED = [
     ("qwen3_5_text", {**QWEN3_5, "attention_bias": True}, "attention_bias"),
     ("qwen3_5_text", {**QWEN3_5, "linear_value_head_dim": 8}, r"linear_value_head_dim 8 \(it takes 16"),
     ("qwen3_5_text", {**QWEN3_5, "layer_types": ["full_attention", "linear_attention"]}, "layer_types other than"),
+    ("qwen3_5_moe_text", {**QWEN3_5_MOE, "attention_bias": True}, "attention_bias"),
+    ("qwen3_5_moe_text", {**QWEN3_5_MOE, "linear_value_head_dim": 8}, r"linear_value_head_dim 8 \(it takes 16"),
     ("phi3", {"head_dim": 16}, "head_dim 16"),
     ("glm4_moe", {**GLM4_MOE, "n_routed_experts": 4, "n_group": 2}, "n_group 2"),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
@@ -581,16 +621,43 @@ def test_the_layer_for_multi_token_prediction(tmp_path, model_of):
     assert load(tmp_path / "out.gguf").config.extra["mtp_num_hidden_layers"] == 1
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["stacked", "by expert"])
+@pytest.mark.filterwarnings("ignore:.*1 . weight")
+def test_the_experts_of_the_layer_for_multi_token_prediction(tmp_path, model_of, apart):
+    """Twelve of them: in a file of safetensors, expert 10 stands before expert 2."""
+    source = shutil.copytree(model_of("qwen3.5 with experts", torch.float32), tmp_path / "tiny")
+    config = read_json(source / "config.json") | {"mtp_num_hidden_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    mtp = mtp_tensors_with_experts(config)
+    gate_up, down = (mtp[f"mtp.layers.0.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
+    parts = {"gate": gate_up[:, :24], "up": gate_up[:, 24:], "down": down}
+    if apart:
+        mtp = {name: x for name, x in mtp.items() if ".experts." not in name}
+        for name, whole in parts.items():
+            mtp |= {f"mtp.layers.0.mlp.experts.{e}.{name}_proj.weight": x.clone() for e, x in enumerate(whole)}
+    save_file(load_file(source / "model.safetensors") | mtp, source / "model.safetensors")
+    to_gguf(source, tmp_path / "out.gguf", verify="bytes")
+    fields, found = fields_of(tmp_path / "out.gguf"), tensors_of(tmp_path / "out.gguf")
+    assert (fields["qwen35moe.block_count"], fields["qwen35moe.nextn_predict_layers"]) == (3, 1)
+    assert all(same_bits(found[f"blk.2.ffn_{name}_exps.weight"], x) for name, x in parts.items())
+    assert same_bits(found["blk.2.ffn_gate_inp_shexp.weight"], mtp["mtp.layers.0.mlp.shared_expert_gate.weight"][0])
+    assert same_bits(found["blk.2.nextn.eh_proj.weight"], mtp["mtp.fc.weight"])
+    a, b = (load_mtp(load(path)).state_dict() for path in (source, tmp_path / "out.gguf"))
+    assert a.keys() == b.keys() and len(a) > 15
+    assert all(torch.allclose(a[name], b[name], rtol=0, atol=1.2e-7 * ("norm" in name)) for name in a)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5 with experts"])
 @pytest.mark.filterwarnings("ignore:.*only the text model is read", "ignore:.*1 . weight")
-def test_the_text_of_a_model_that_reads_images(tmp_path, model_of):
-    text, images = model_of("qwen3.5"), with_images(model_of("qwen3.5"), tmp_path / "tiny")
+def test_the_text_of_a_model_that_reads_images(tmp_path, model_of, name):
+    text, images = model_of(name), with_images(model_of(name), tmp_path / "tiny")
     tensors = load_file(images / "model.safetensors")
     del tensors["mtp.fc.weight"]
     save_file(tensors, images / "model.safetensors")
     add_tokenizer(images, "qwen 3.5")
     shutil.copy(text / "generation_config.json", images)
-    for source, name in ((text, "text"), (images, "images")):
-        to_gguf(source, tmp_path / f"{name}.gguf", name="tiny", verify="bytes")
+    for source, kind in ((text, "text"), (images, "images")):
+        to_gguf(source, tmp_path / f"{kind}.gguf", name="tiny", verify="bytes")
     assert (tmp_path / "text.gguf").read_bytes() == (tmp_path / "images.gguf").read_bytes()
 
 
@@ -779,12 +846,14 @@ os._exit(0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODELS, "qwen3.5, with its layer for multi-token prediction"])
+@pytest.mark.parametrize("name", [*MODELS, *(f"{name}, multi-token" for name in ("qwen3.5", "qwen3.5 with experts"))])
 def test_what_llama_cpp_says(tmp_path, model_of, name):
     pytest.importorskip("xllamacpp")
-    if "multi-token" in name:
-        folder = shutil.copytree(model_of("qwen3.5", torch.float32), tmp_path / "tiny")
-        tensors = load_file(folder / "model.safetensors") | mtp_tensors(read_json(folder / "config.json"))
+    if name.endswith(", multi-token"):
+        name = name.removesuffix(", multi-token")
+        folder = shutil.copytree(model_of(name, torch.float32), tmp_path / "tiny")
+        layer = mtp_tensors_with_experts if "experts" in name else mtp_tensors
+        tensors = load_file(folder / "model.safetensors") | layer(read_json(folder / "config.json"))
         save_file(tensors, folder / "model.safetensors")
     else:
         folder = model_of(name, torch.float32)

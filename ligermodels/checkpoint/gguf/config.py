@@ -21,8 +21,8 @@ _SILU, _GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
 FAMILIES = {
     "llama": ("llama", _SILU), "mistral": ("llama", _SILU), "mixtral": ("llama", _SILU), "gemma": ("gemma", _GELU),
     "gemma2": ("gemma2", _GELU), "gemma3_text": ("gemma3", _GELU), "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU),
-    "qwen3_moe": ("qwen3moe", _SILU),
-    "qwen3_5_text": ("qwen35", _SILU), "phi3": ("phi3", _SILU), "glm4_moe": ("glm4moe", _SILU),
+    "qwen3_moe": ("qwen3moe", _SILU), "qwen3_5_text": ("qwen35", _SILU), "qwen3_5_moe_text": ("qwen35moe", _SILU),
+    "phi3": ("phi3", _SILU), "glm4_moe": ("glm4moe", _SILU),
 }  # fmt: skip
 """{model_type: (llama.cpp's architecture, the names of the activation that llama.cpp computes)}."""
 
@@ -36,17 +36,22 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }  # fmt: skip
 """{key of the metadata, after the architecture: field of config.json}."""
+_EXPERTS = {
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
+_LINEAR = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+    "full_attention_interval": "full_attention_interval",
+}  # fmt: skip
 _KEYS_OF = {
     "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    "qwen3_moe": {
-        "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-    },
+    "qwen3_moe": _EXPERTS,
     "gemma2": {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
-    "qwen3_5_text": {
-        "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
-        "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
-        "full_attention_interval": "full_attention_interval",
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {
+        **_LINEAR, **_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     },
     "glm4_moe": {
         "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
@@ -58,6 +63,7 @@ _KEYS_OF = {
 _ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
@@ -72,7 +78,8 @@ _WIDE_HEADS = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the model of each family whose query_pre_attn_scalar is not head_dim."""
 _LOCAL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 """Of Gemma 3's sliding layers; no file says it."""
-_AHEAD = {"qwen3_5_text": "mtp_num_hidden_layers", "glm4_moe": "num_nextn_predict_layers"}
+_QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
+_AHEAD = {**dict.fromkeys(_QWEN3_5, "mtp_num_hidden_layers"), "glm4_moe": "num_nextn_predict_layers"}
 _SECTIONS = [11, 11, 10]
 """mrope_section of every released Qwen3.5; llama.cpp reads no file without it, and text does not depend on it."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -136,7 +143,7 @@ def sizes_of(metadata: Metadata) -> dict[str, Any]:
     heads, width = metadata.required("attention.head_count"), metadata.required("embedding_length")
     defaults = {"attention.head_count_kv": heads, "attention.key_length": width // heads, **_DEFAULTS}
     keys = _KEYS | _KEYS_OF.get(metadata.model_type, {})
-    if metadata.model_type == "qwen3_moe":  # it computes no dense blocks, whose size this is
+    if metadata.model_type in ("qwen3_moe", "qwen3_5_moe_text"):  # of dense blocks, which llama.cpp does not compute
         defaults["feed_forward_length"] = metadata.required("expert_feed_forward_length")
     fields = {field: metadata.required(key, defaults.get(key)) for key, field in keys.items()}
     if metadata.get("attention.value_length", fields["head_dim"]) != fields["head_dim"]:
@@ -144,7 +151,7 @@ def sizes_of(metadata: Metadata) -> dict[str, Any]:
     if ahead := metadata.get("nextn_predict_layers", 0):
         fields[_AHEAD[metadata.model_type]] = ahead
         fields["num_hidden_layers"] -= ahead
-    if metadata.model_type == "qwen3_5_text":
+    if metadata.model_type in _QWEN3_5:
         fields["linear_value_head_dim"] = size = fields["linear_key_head_dim"]
         if (inner := metadata.required("ssm.inner_size")) != fields["linear_num_value_heads"] * size:
             raise ConfigError(f"{metadata.where}: ssm.inner_size {inner} is not ssm.time_step_rank heads of {size}")
@@ -195,7 +202,7 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
     if model_type == "gemma3_text":
         config["rope_local_base_freq"] = float(metadata.get("rope.freq_base_swa", 10000.0))
         config["sliding_window_pattern"] = metadata.get("attention.sliding_window_pattern", 6)
-    if model_type == "qwen3_5_text":
+    if model_type in _QWEN3_5:
         config["rope_parameters"] = {
             "rope_type": "default",
             **(config.pop("rope_scaling") or {}),
@@ -310,7 +317,7 @@ def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | fl
         metadata |= {"block_count": config.num_hidden_layers + mtp_layers, "nextn_predict_layers": mtp_layers}
     if kind == "glm4_moe":
         metadata["expert_gating_func"] = _SIGMOID
-    if kind == "qwen3_5_text":
+    if kind in _QWEN3_5:
         metadata["full_attention_interval"] = _interval(config.layer_types) or 0
         metadata["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
         metadata["rope.dimension_sections"] = [*rope.get("mrope_section", _SECTIONS), 0]
@@ -358,7 +365,7 @@ def check(model: Any, where: str) -> None:
     odd = [f"hidden_act {c.hidden_act}"] * (c.hidden_act not in activations)
     if arch in ("gemma", "gemma2", "gemma3"):
         odd += ["a head of its own (tie_word_embeddings false)"] * (not c.tie_word_embeddings)
-    if arch in ("gemma", "gemma2", "gemma3", "qwen3", "qwen3moe", "qwen35"):
+    if arch in ("gemma", "gemma2", "gemma3", "qwen3", "qwen3moe", "qwen35", "qwen35moe"):
         odd += ["attention_bias"] * c.attention_bias
     if c.model_type in _WIDE_HEADS and c.query_pre_attn_scalar != (scalar := _gemma_scalar(c.model_type, c.values())):
         odd.append(f"query_pre_attn_scalar {c.query_pre_attn_scalar} (it takes {scalar} for these sizes)")
@@ -371,7 +378,7 @@ def check(model: Any, where: str) -> None:
         odd += [f"{name} null" for name in _CAPS if getattr(c, name) is None]
         if c.layer_types != ["full_attention" if i % 2 else "sliding_attention" for i in layers]:
             odd.append("layer_types other than sliding, full, sliding, full, ...")
-    if arch == "qwen35":
+    if c.model_type in _QWEN3_5:
         if c.linear_value_head_dim != c.linear_key_head_dim:
             odd.append(f"linear_value_head_dim {c.linear_value_head_dim} (it takes {c.linear_key_head_dim}, the key's)")
         if _interval(c.layer_types) is None:

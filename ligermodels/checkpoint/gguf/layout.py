@@ -7,8 +7,11 @@
   each other; the file has the first value head of every key head, then the second of every one, and so on.
 - A_log is stored as -exp(A_log), here computed in float64 and rounded to float32; the weight of the convolution as
   [channels, size] instead of [channels, 1, size].
-- Norms, biases, routers, convolutions and A_log are float32, whatever the dtype of the matrices is.
-- The experts of a layer are stacked: ffn_gate_exps, ffn_up_exps and ffn_down_exps [experts, rows, columns].
+- Norms, biases, routers, gates of shared experts, convolutions and A_log are float32, whatever the dtype of the
+  matrices is.
+- The experts of a layer are stacked: ffn_gate_exps, ffn_up_exps and ffn_down_exps [experts, rows, columns]. Files may
+  have ffn_gate_up_exps, with the rows of both, which is read.
+- The gate of Qwen3.5's shared expert is a vector instead of [1, hidden_size].
 - The layers for multi-token prediction follow the others as further blk.N; so they do in GLM-4.5's files, and in those
   of Qwen3.5 they are mtp.layers.
 - A tied head is not stored.
@@ -29,6 +32,7 @@ from torch import Tensor
 
 from ligermodels.checkpoint.weights import to_halves, to_pairs
 
+_QWEN35 = ("qwen35", "qwen35moe")
 _NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -38,28 +42,34 @@ _NAMES = {
     "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2", "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
 }  # fmt: skip
+_QWEN3_5 = {
+    "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z", "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj", "nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding",
+    "nextn.hnorm": "mtp.pre_fc_norm_hidden", "nextn.shared_head_norm": "mtp.norm",
+}  # fmt: skip
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
+}  # fmt: skip
 _OF_FAMILY = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gemma2": {
         "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
-    "qwen3_moe": {
-        "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-        "ffn_down_exps": "mlp.experts.{}.down_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
-    },
-    "qwen3_5_text": {
-        "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
-        "attn_gate": "linear_attn.in_proj_z", "ssm_alpha": "linear_attn.in_proj_a",
-        "ssm_beta": "linear_attn.in_proj_b", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
-        "ssm_out": "linear_attn.out_proj", "nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding",
-        "nextn.hnorm": "mtp.pre_fc_norm_hidden", "nextn.shared_head_norm": "mtp.norm",
+    "qwen3_moe": _EXPERTS,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": {
+        **_QWEN3_5, **_EXPERTS, "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
     },
     "glm4_moe": {
-        "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
-        "ffn_down_exps": "mlp.experts.{}.down_proj", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        **_EXPERTS, "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
         "nextn.eh_proj": "eh_proj", "nextn.enorm": "enorm", "nextn.hnorm": "hnorm",
         "nextn.shared_head_norm": "shared_head.norm", "nextn.shared_head_head": "shared_head.head",
         "nextn.embed_tokens": "embed_tokens",
@@ -71,7 +81,9 @@ _WITHOUT_MODULE = {
     "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }  # fmt: skip
-_FLOAT32 = ("block_sparse_moe.gate.weight", "mlp.gate.weight", "conv1d.weight")
+_STACKED = {"mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.down_proj": ("ffn_down_exps",)}
+"""{Hugging Face's name of stacked experts: llama.cpp's names of their parts, in the order of the rows}."""
+_FLOAT32 = ("block_sparse_moe.gate.weight", "mlp.gate.weight", "mlp.shared_expert_gate.weight", "conv1d.weight")
 
 
 class Change(NamedTuple):
@@ -90,12 +102,17 @@ class Layout:
     def __init__(self, arch: str, model_type: str, fields: Mapping[str, Any]):
         self._arch, self._fields = arch, fields
         self._ours = _NAMES | _OF_FAMILY.get(model_type, {})
-        if model_type in ("qwen3_5_text", "glm4_moe"):
+        if model_type in ("qwen3_5_text", "qwen3_5_moe_text", "glm4_moe"):
             del self._ours["ffn_norm"]
         self._theirs = {ours: theirs for theirs, ours in self._ours.items()}
 
-    def ours(self, theirs: str) -> str:
-        """Hugging Face's name of a tensor, with {} for the number of an expert; an unknown tensor keeps its name."""
+    def ours(self, theirs: str) -> tuple[str, ...]:
+        """Hugging Face's name of a tensor, with {} for the number of an expert; an unknown tensor keeps its name.
+
+        Several names divide the rows of each expert.
+        """
+        if theirs.endswith(".ffn_gate_up_exps.weight"):
+            return tuple(name for part in ("gate", "up") for name in self.ours(theirs.replace("gate_up", part)))
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+)", theirs)
         assert match is not None
         module, _, kind = match[2].rpartition(".")
@@ -103,24 +120,28 @@ class Layout:
         if module in self._ours and kind in ("weight", "bias"):
             name = f"{self._ours[module]}.{kind}"
         if name is None or match[1] is None:
-            return name or theirs
+            return (name or theirs,)
         layer, layers = int(match[1]), self._fields["num_hidden_layers"]
-        if layer >= layers and self._arch == "qwen35":  # a layer for multi-token prediction
-            return name if name.startswith("mtp.") else f"mtp.layers.{layer - layers}.{name}"
-        return f"model.layers.{layer}.{name}"
+        if layer >= layers and self._arch in _QWEN35:  # a layer for multi-token prediction
+            return (name if name.startswith("mtp.") else f"mtp.layers.{layer - layers}.{name}",)
+        return (f"model.layers.{layer}.{name}",)
 
-    def theirs(self, ours: str) -> str | None:
-        """llama.cpp's name of a tensor; None if it has none. The experts of a layer share one name."""
+    def theirs(self, ours: str) -> tuple[str, ...]:
+        """llama.cpp's name of a tensor; () if it has none. The experts of a layer share one name.
+
+        Several names divide the rows of each expert.
+        """
         match = re.fullmatch(r"(?:(model|mtp)\.layers\.(\d+)\.)?(.+)", ours)
         assert match is not None
         module, _, kind = re.sub(r"\.experts\.\d+\.", ".experts.{}.", match[3]).rpartition(".")
-        name = next((theirs for theirs, whole in _WITHOUT_MODULE.items() if whole == match[3]), None)
+        names = tuple(theirs for theirs, whole in _WITHOUT_MODULE.items() if whole == match[3])
+        names += tuple(f"{part}.weight" for part in _STACKED.get(match[3], ()))
         if module in self._theirs and kind in ("weight", "bias"):
-            name = f"{self._theirs[module]}.{kind}"
-        if name is None or not (match[1] or ours.startswith("mtp.")):
-            return name
+            names = (f"{self._theirs[module]}.{kind}",)
+        if not (match[1] or ours.startswith("mtp.")):
+            return names
         layer = int(match[2] or 0) + (self._fields["num_hidden_layers"] if ours.startswith("mtp.") else 0)
-        return f"blk.{layer}.{name}"
+        return tuple(f"blk.{layer}.{name}" for name in names)
 
     def is_float32(self, ours: str, shape: tuple[int, ...]) -> bool:
         """Whether llama.cpp stores a tensor as float32 in every file."""
@@ -134,8 +155,10 @@ class Layout:
             return Change(lambda x: to_pairs(x, heads), lambda x: to_halves(x, heads))
         if module.endswith("linear_attn.norm"):
             return None
-        if "norm" in module.rpartition(".")[2] and self._arch in ("gemma", "gemma2", "gemma3", "qwen35"):
+        if "norm" in module.rpartition(".")[2] and self._arch in ("gemma", "gemma2", "gemma3", *_QWEN35):
             return _ONE_MORE
+        if module.endswith("mlp.shared_expert_gate"):
+            return Change(lambda x: x.squeeze(0), lambda x: x.unsqueeze(0))
         if ".linear_attn." in ours:
             return self._of_linear_attention(ours.rpartition(".linear_attn.")[2])
         return None

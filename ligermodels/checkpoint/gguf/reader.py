@@ -7,6 +7,7 @@ rope_freqs must be Llama 3's rule, with its usual numbers or those that our writ
 """
 
 import functools
+import itertools
 import math
 import mmap
 import os
@@ -193,11 +194,15 @@ class GgufReader:
         for theirs, stored in self._file.tensors.items():
             if theirs in ROPE_TABLES:
                 continue
-            name = self._layout.ours(theirs)
-            experts = stored.shape[0] if "{}" in name else 0
-            nbytes = self._file.nbytes(stored) // max(experts, 1)
-            parts = [stored._replace(shape=stored.shape[1:], start=stored.start + i * nbytes) for i in range(experts)]
-            self._stored |= {name.format(i): part for i, part in enumerate(parts)} if experts else {name: stored}
+            names = self._layout.ours(theirs)
+            if "{}" not in names[0]:
+                self._stored[names[0]] = stored
+                continue
+            experts, rows, *others = stored.shape
+            size = self._file.nbytes(stored) // (experts * len(names))
+            part = stored._replace(shape=(rows // len(names), *others))
+            for i, (expert, name) in enumerate(itertools.product(range(experts), names)):
+                self._stored[name.format(expert)] = part._replace(start=stored.start + i * size)
         self.types = {name: stored.type for name, stored in self._stored.items()}
         self.headers = self._headers()
         self.metadata: dict[str, str] = {}

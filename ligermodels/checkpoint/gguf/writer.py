@@ -29,6 +29,7 @@ from ligermodels.errors import ConfigError, InputError
 
 _TYPES = {dtype: name for name, dtype in FLOATS.items()}
 _FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
@@ -37,13 +38,14 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_
 class _Plan:
     """How a tensor of the file is made: of tensors of the source, which are stacked if they are experts', or a `table`.
 
-    change: None if the values are stored as they are.
+    change: None if the values are stored as they are. half: of the rows of each expert; None for all.
     """
 
     info: TensorInfo
     sources: tuple[str, ...] = ()
     stacked: bool = False
     change: Change | None = None
+    half: int | None = None
     table: Tensor | None = None
 
 
@@ -126,7 +128,8 @@ class GgufTarget:
                 box.copy_(self._view.read(source))
             return whole
         tensor = self._view.read(plan.sources[0])
-        return (plan.change.write(tensor) if plan.change else tensor).to(plan.info.dtype)
+        tensor = plan.change.write(tensor) if plan.change else tensor
+        return (tensor if plan.half is None else tensor.chunk(2, 1)[plan.half]).to(plan.info.dtype)
 
 
 def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
@@ -144,13 +147,15 @@ def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
         plans[name] = _Plan(TensorInfo(table.dtype, tuple(table.shape)), table=table)
     groups: dict[str, list[str]] = {}
     for source in view.headers:
-        place = layout.theirs(source)
-        if place is None:
+        if not (places := layout.theirs(source)):
             raise ConfigError(f"{view.source}: llama.cpp has no place for {source} in a {config.model_type}")
-        groups.setdefault(place, []).append(source)
-    for name, sources in groups.items():
+        for place in places:
+            groups.setdefault(place, []).append(source)
+    for name, group in groups.items():
+        sources = sorted(group, key=_expert)  # a file of safetensors has expert 10 before 2
         source, infos = sources[0], [view.headers[source] for source in sources]
-        stacked = "_exps." in name
+        places, stacked = layout.theirs(source), _EXPERT.search(source) is not None
+        half = places.index(name) if len(places) > 1 else None
         change, shape = layout.change(source), infos[0].shape
         file_dtype = dtype or reduce(torch.promote_types, [info.dtype for info in infos])
         if layout.is_float32(source, shape):
@@ -161,17 +166,25 @@ def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
             )
         if change is not None:
             shape = tuple(change.write(torch.empty(shape, device="meta")).shape)
+        if half is not None:
+            shape = (shape[0], shape[1] // 2, *shape[2:])
         if stacked:
             shape = (len(sources), *shape)
-        plans[name] = _Plan(TensorInfo(file_dtype, shape), tuple(sources), stacked, change)
+        plans[name] = _Plan(TensorInfo(file_dtype, shape), tuple(sources), stacked, change, half)
     return plans
+
+
+def _expert(source: str) -> int:
+    """The number of the expert of a tensor; 0 for other tensors."""
+    match = _EXPERT.search(source)
+    return int(match[1]) if match else 0
 
 
 def _warn_of_losses(view: Any, arch: str) -> None:
     """Warns of what the file cannot hold, except windows (`check`) and NFC (vocabulary.py)."""
     lost = []
-    rounded = ["norm weights as 1 + weight"] * (arch in ("gemma", "gemma2", "gemma3", "qwen35"))
-    rounded += ["A_log as -exp(A_log)"] * (arch == "qwen35")
+    rounded = ["norm weights as 1 + weight"] * (arch in ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe"))
+    rounded += ["A_log as -exp(A_log)"] * (arch in ("qwen35", "qwen35moe"))
     if rounded:
         lost.append(f"GGUF stores {' and '.join(rounded)}, in fp32: read back, they are rounded to 1e-7.")
     if view.model.config.ropes["full"]["rope_type"] == "longrope":
