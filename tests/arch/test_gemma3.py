@@ -82,7 +82,7 @@ def test_the_text_of_a_model_that_reads_images(prefix, tmp_path):
     assert relative(alone(ids).logits, model(ids).logits) < LOGITS
     again = ligermodels.load(alone.save_pretrained(tmp_path / "again"), progress=False)
     assert torch.equal(again(ids).logits, alone(ids).logits) and again.config.model_type == "gemma3_text"
-    with pytest.raises(ConfigError, match="'gemma3'; the zoo has .*text_only=True reads the text of a gemma3"):
+    with pytest.raises(ConfigError, match=r"'gemma3'; the zoo has .*text_only=True reads the text of a gemma3"):
         ligermodels.load(folder, progress=False)
 
 
