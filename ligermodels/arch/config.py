@@ -35,10 +35,12 @@ ACTIVATIONS = {
 """config.json's name of an activation -> ours."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "dropout")
-_MAY_BE_ZERO = ("max_window_layers", "first_k_dense_replace")
+_MAY_BE_ZERO = (
+    "max_window_layers", "first_k_dense_replace", "hidden_size_per_layer_input", "num_kv_shared_layers",
+)  # fmt: skip
 
 _DROPPED = frozenset("""
     _attn_implementation_autoset _name_or_path architectures auto_map model_type original_max_position_embeddings

@@ -2,14 +2,15 @@
 
 Frequency i of R/2 rotates dims i and i + R/2 of a head by position * f_i, where f_i starts as theta ** (-2i/R):
 
-| rope_type | f_i becomes                                                       | cos, sin times         |
-|-----------|-------------------------------------------------------------------|------------------------|
-| default   | f_i                                                               | 1                      |
-| linear    | f_i / factor                                                      | 1                      |
-| dynamic   | f_i with a theta that grows past max_position_embeddings          | 1                      |
-| llama3    | f_i / factor for long wavelengths, f_i for short, blended between | 1                      |
-| yarn      | f_i to f_i / factor along a ramp over i                           | 1 + 0.1 ln factor      |
-| longrope  | f_i / long_factor_i if a call exceeds length L, else short_factor | (1 + log_L factor)^0.5 |
+| rope_type    | f_i becomes                                                       | cos, sin times         |
+|--------------|-------------------------------------------------------------------|------------------------|
+| default      | f_i                                                               | 1                      |
+| linear       | f_i / factor                                                      | 1                      |
+| dynamic      | f_i with a theta that grows past max_position_embeddings          | 1                      |
+| llama3       | f_i / factor for long wavelengths, f_i for short, blended between | 1                      |
+| yarn         | f_i to f_i / factor along a ramp over i                           | 1 + 0.1 ln factor      |
+| longrope     | f_i / long_factor_i if a call exceeds length L, else short_factor | (1 + log_L factor)^0.5 |
+| proportional | f_i of the first partial_rotary_factor R/2, 0 of the others       | 1                      |
 
 The arithmetic is fp32 in transformers' order, so that the tables agree to the bit: at position 10000 the last bit of a
 frequency is worth 1e-3 of an angle.
@@ -45,6 +46,7 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {
         {"factor", _LENGTH, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
     ),
     "longrope": ({"short_factor", "long_factor"}, {"factor", _LENGTH, "attention_factor"}),
+    "proportional": (set(), {"factor"}),
 }
 
 
@@ -52,7 +54,7 @@ class RotaryEmbedding(nn.Module):
     """cos and sin of every position.
 
     forward(position_ids, integers [B or 1, S]) -> (cos, sin), fp32 [B or 1, S, R/2] with
-    R = int(head_dim * partial_rotary_factor): one entry per pair of dims, for `ligermodels.kernels.rope`. With
+    R = int(head_dim * partial_rotary_factor), of "proportional" R = head_dim: one entry per pair of dims, for `ligermodels.kernels.rope`. With
     `sections`, also for position_ids [len(sections), B or 1, S]; [B, S] then stands for all sections.
     forward(x, position_ids) -> (cos, sin), [B or 1, S, R] in the dtype of x: each entry twice, as in transformers.
 
@@ -84,8 +86,10 @@ class RotaryEmbedding(nn.Module):
         interleaved: bool = False,
     ):
         super().__init__()
-        self.dim = int(head_dim * partial_rotary_factor)
-        if self.dim < 2 or self.dim % 2 or self.dim > head_dim:
+        self.rotating = int(head_dim * partial_rotary_factor // 2)  # frequencies that are not 0
+        whole = (scaling or {}).get("rope_type") == "proportional"
+        self.dim = head_dim if whole else int(head_dim * partial_rotary_factor)
+        if self.dim < 2 or self.dim % 2 or max(self.dim, 2 * self.rotating) > head_dim:
             raise ConfigError(
                 f"rope: head_dim={head_dim} and partial_rotary_factor={partial_rotary_factor} "
                 f"rotate {self.dim} dims; it takes an even number from 2 to {head_dim}"
@@ -105,7 +109,7 @@ class RotaryEmbedding(nn.Module):
         self.max_position_embeddings = max_position_embeddings
         original_length = self.scaling.get(_LENGTH)
         self.original_length: Any = original_length or max_position_embeddings
-        if self.original_length is None and self.rope_type not in ("default", "linear"):
+        if self.original_length is None and self.rope_type not in ("default", "linear", "proportional"):
             instead = ", or original_max_position_embeddings in its dict"
             raise ConfigError(
                 f"rope_type={self.rope_type!r} needs max_position_embeddings"
@@ -216,6 +220,10 @@ class RotaryEmbedding(nn.Module):
                 return self._yarn(powers)
             case "longrope":
                 return self._longrope(powers)
+            case "proportional":
+                inv_freq = 1.0 / powers / self.scaling.get("factor", 1.0)
+                inv_freq[self.rotating :] = 0.0
+                return [inv_freq], 1.0
         return [1.0 / powers], 1.0
 
     def _powers(self, base: float | Tensor, device: torch.device) -> Tensor:

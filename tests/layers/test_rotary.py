@@ -44,6 +44,8 @@ TYPES = {
     "longrope": LONGROPE,
     "longrope, factor": LONGROPE | {"factor": 3.0},
     "longrope, attention_factor": LONGROPE | {"attention_factor": 1.25},
+    "proportional": {"rope_type": "proportional"},
+    "proportional, factor": {"rope_type": "proportional", "factor": 2.0},
 }  # fmt: skip
 
 
@@ -54,15 +56,16 @@ def test_equals_transformers_to_the_bit(name, length):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     scaling = {key: value for key, value in TYPES[name].items() if key != "type"}
+    part = 0.3 if name == "proportional" else 1.0
     config = transformers.LlamaConfig(
         hidden_size=64,
         num_attention_heads=2,
         max_position_embeddings=128,
-        rope_parameters={"rope_theta": 5e5, **copy.deepcopy(scaling)},
+        rope_parameters={"rope_theta": 5e5, "partial_rotary_factor": part, **copy.deepcopy(scaling)},
     )
     positions = torch.stack([torch.arange(length), torch.arange(length).flip(0)])
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-    rotary = RotaryEmbedding(32, theta=5e5, scaling=scaling, max_position_embeddings=128)
+    rotary = RotaryEmbedding(32, theta=5e5, scaling=scaling, max_position_embeddings=128, partial_rotary_factor=part)
     for ours, full in zip(rotary(positions), theirs, strict=True):
         assert ours.shape == (2, length, 16) and ours.dtype == torch.float32
         assert torch.equal(torch.cat([ours, ours], -1), full)
