@@ -42,6 +42,10 @@ class Attention(JointProjections):
     q_norm and k_norm of each head of q and k, before it rotates; None: no norm. output_gate: q_proj has 2 * head_dim
     rows a head, a query and a gate; the head's output is multiplied by sigmoid(gate) before o_proj. projections: the
     names of the linear modules, the output's last. With two names q, k and v are the rows of one weight, in this order.
+    v_norm: keyword arguments of the RMSNorm v_norm of each head of v. keys_as_values: there is no v_proj, and v is k
+    before its norm and rotation. gives_keys: forward returns (y, keys), which later layers can read in place of their
+    own. reads_keys: the layer has q_proj alone, and forward(x, batch, cache, keys) reads those of an earlier one, of
+    the same heads and window; it stores nothing.
     tp: the ranks over which the heads are sharded (tensor parallel); x is then a rank's shard [B, S/n, hidden_size].
     """
 
@@ -60,7 +64,11 @@ class Attention(JointProjections):
         causal: bool = True,
         rope: str | None = "full",
         qk_norm: Mapping[str, Any] | None = None,
+        v_norm: Mapping[str, Any] | None = None,
         output_gate: bool = False,
+        keys_as_values: bool = False,
+        gives_keys: bool = False,
+        reads_keys: bool = False,
         projections: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     ):
         super().__init__()
@@ -75,35 +83,43 @@ class Attention(JointProjections):
         self.causal = causal
         self.rope = rope
         self.output_gate = output_gate
+        self.keys_as_values, self.gives_keys, self.reads_keys = keys_as_values, gives_keys, reads_keys
         *self.joint_names, self.output_name = projections
+        self.joint_names = self.joint_names[: len(self._rows)]
         rows = self._rows if len(projections) == 4 else (sum(self._rows),)
         for name, out_features in zip(self.joint_names, rows, strict=True):
             self.add_module(name, nn.Linear(hidden_size, out_features, bias=qkv_bias))
         self.add_module(self.output_name, nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias))
         self.q_norm = None if qk_norm is None else RMSNorm(head_dim, **qk_norm)
-        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, **qk_norm)
+        self.k_norm = None if qk_norm is None or reads_keys else RMSNorm(head_dim, **qk_norm)
+        self.v_norm = None if v_norm is None or reads_keys else RMSNorm(head_dim, **v_norm)
         self.join_weights()
 
-    def forward(self, x: Tensor, batch: Batch, cache: KeyValues | None = None) -> Tensor:
-        self._check(batch, cache)
+    def forward(self, x: Tensor, batch: Batch, cache: KeyValues | None = None, keys: Any = None) -> Any:
+        self._check(batch, cache, keys)
         o_proj, cp = self.output_module, batch.cp
         output = operands_of([o_proj])
         tables = None if self.rope is None else batch.rotary[self.rope]
         token = None if cache is None else batch.next_token
+        x = x if self.tp is None else self.tp.all_gather(x, 1)
         # The cache rotates the token that it stores.
-        q, k, v, gate = self._qkv(x if self.tp is None else self.tp.all_gather(x, 1), tables if token is None else None)
+        q, k, v, gate = self._qkv(x, tables if token is None or self.reads_keys else None)
         if cp is not None:
-            q, k, v = cp.to_heads(q), cp.to_heads(k), cp.to_heads(v)
+            q, k, v = (part if part is None else cp.to_heads(part) for part in (q, k, v))
         key_mask = batch.key_mask
         if cache is not None and token is not None:
-            out = cache.attend(q, k, v, token, tables, window=self.window, softcap=self.softcap, scale=self.scale)
+            state = keys if self.reads_keys else cache
+            out = state.attend(q, k, v, token, tables, window=self.window, softcap=self.softcap, scale=self.scale)
             if gate is not None:
                 out = glu(gate, out, activation="sigmoid")
-            return run_linear(o_proj, out.flatten(2), output)
-        if cache is not None:
+            y = run_linear(o_proj, out.flatten(2), output)
+            return (y, state) if self.gives_keys else y
+        if self.reads_keys:
+            k, v = keys
+        elif cache is not None:
             k, v = cache.append(k, v, batch.past_length)
-            if key_mask is not None:  # over all tokens so far; a state with a window returns only the last
-                key_mask = key_mask[:, -k.shape[1] :]
+        if cache is not None and key_mask is not None:
+            key_mask = key_mask[:, -k.shape[1] :]  # it is over all tokens so far, and a window leaves the last
         out = attention(
             q,
             k,
@@ -122,10 +138,14 @@ class Attention(JointProjections):
         if gate is not None:
             out = glu(gate, out, activation="sigmoid")
         y = run_linear(o_proj, attach_to_view(out, out.flatten(2)), output)
-        return y if self.tp is None else self.tp.reduce_scatter(y, 1)
+        y = y if self.tp is None else self.tp.reduce_scatter(y, 1)
+        return (y, (k, v)) if self.gives_keys else y
 
-    def new_state(self, rows: int, max_length: int, *, whole: bool, **options: Any) -> KeyValues:
-        """Keys and values of up to `max_length` tokens; with a window of the last ones, unless `whole`."""
+    def new_state(self, rows: int, max_length: int, *, whole: bool, **options: Any) -> KeyValues | None:
+        """Keys and values of up to `max_length` tokens; with a window of the last ones, unless `whole`. None if it reads
+        those of an earlier layer."""
+        if self.reads_keys:
+            return None
         window = None if whole else self.window
         return KeyValues(rows, max_length, self.num_kv_heads, self.head_dim, window=window, **options)
 
@@ -134,14 +154,14 @@ class Attention(JointProjections):
         return self.num_heads, self.num_kv_heads
 
     def shards(self) -> Mapping[str, Shard]:
-        joint = len(self.joint_names) == 1
+        joint = len(self.joint_names) < len(self._rows)
         what = f"{self.num_heads} heads and {self.num_kv_heads} key heads" + " in one weight" * joint
         output = {self.output_name: Shard("rows", self.num_heads, what)}
         if joint:
             return {self.joint_names[0]: Shard("columns", self.num_kv_heads, what, self._rows), **output}
-        q, k, v = self.joint_names
-        keys = Shard("heads", self.num_kv_heads, what)
-        return {q: Shard("columns", self.num_heads, what), k: keys, v: keys, **output}
+        q, *keys = self.joint_names
+        of_keys = dict.fromkeys(keys, Shard("heads", self.num_kv_heads, what))
+        return {q: Shard("columns", self.num_heads, what), **of_keys, **output}
 
     def set_tp(self, tp: MeshGroup) -> None:
         super().set_tp(tp)
@@ -155,20 +175,25 @@ class Attention(JointProjections):
         yield FusionPart("scores", name, not name.startswith("attention_reference"), why)
 
     def saved_per_token(self, policy: str) -> int:
-        """q, k, v, and the output, which o_proj reads; with norms of q and k also their inputs; with a gate of the
-        output the gate, and the product, which o_proj then reads."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        """q, k, v, and the output, which o_proj reads; with norms also their inputs; with a gate of the output the gate,
+        and the product, which o_proj then reads. The keys of an earlier layer are counted there."""
+        queries = self.num_heads * self.head_dim
+        keys = 0 if self.reads_keys else self.num_kv_heads * self.head_dim
         normed = (queries + keys) * (self.q_norm is not None)
+        normed += keys * (self.v_norm is not None and not self.keys_as_values)
         return 2 * queries + 2 * keys + normed + 2 * queries * self.output_gate
 
     @property
-    def _rows(self) -> tuple[int, int, int]:
-        """The numbers of outputs of q, with its gate, of k and of v; under tensor parallel a rank's."""
+    def _rows(self) -> tuple[int, ...]:
+        """The numbers of outputs of q, with its gate, of k and of v, as far as they are projected; under tensor parallel
+        a rank's."""
         keys = self.num_kv_heads * self.head_dim
-        return self.num_heads * self.head_dim * (1 + self.output_gate), keys, keys
+        rows = self.num_heads * self.head_dim * (1 + self.output_gate), keys, keys
+        return rows[: 1 if self.reads_keys else 2 if self.keys_as_values else 3]
 
     def _qkv(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Any]:
-        """q, k, v [B, S, heads, head_dim], rotated by the tables, if there are any, and the output gate or None."""
+        """q, k, v [B, S, heads, head_dim], rotated by the tables, if there are any, and the output gate or None. k and v
+        are None if they are those of an earlier layer."""
         inputs = self.joint_modules
         separate = torch.compiler.is_compiling() and len(inputs) > 1  # the compiler fuses what follows each
         operands = None if separate else operands_of(inputs)
@@ -177,28 +202,39 @@ class Attention(JointProjections):
             warn_unfused(self, self.joint_names, x)
         if operands is not None or len(inputs) == 1:
             qkv = inputs[0](x) if operands is None else linears(x, operands)
-            if tables is not None and self.q_norm is None and not self.output_gate:
+            plain = self.q_norm is None and self.v_norm is None and not self.output_gate
+            if tables is not None and plain and len(self._rows) == 3:
                 # Only a fused output may be overwritten: a hook or an adapter may have kept that of a module.
                 options: Any = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, inplace=fused)
                 return *rope(qkv, *tables, **options), None
             projected: Sequence[Tensor] = qkv.split(self._rows, dim=-1)
         else:
             projected = apply_linears(inputs, x)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
+        q, *keys = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
         gate = None
         if self.output_gate:
             q, gate = q.unflatten(2, (-1, 2)).unbind(3)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q = q if self.q_norm is None else self.q_norm(q)
+        if not keys:
+            q = q if tables is None else rope_qk(q, q.detach()[:, :, :0], *tables)[0]
+            return q, None, None, gate
+        k, v = keys[0], keys[-1]
+        k = k if self.k_norm is None else self.k_norm(k)
+        v = v if self.v_norm is None else self.v_norm(v)
         if tables is not None:
             q, k = rope_qk(q, k, *tables)
         return q, k, v, gate
 
-    def _check(self, batch: Batch, cache: KeyValues | None) -> None:
+    def _check(self, batch: Batch, cache: KeyValues | None, keys: Any) -> None:
         if self.rope is not None and self.rope not in batch.rotary:
             raise InputError(
                 f"attention: batch.rotary has no tables {self.rope!r}, by which this layer rotates; pass them, as in "
                 f"Batch(rotary={{{self.rope!r}: RotaryEmbedding(...)(positions)}}), or build it with rope=None"
+            )
+        if self.reads_keys != (keys is not None):
+            raise InputError(
+                "attention: this layer reads the keys of an earlier one, and none were given: its block runs in its "
+                "model, not alone" if self.reads_keys else "attention: this layer has keys, and takes no others"
             )
         if cache is None:
             return
@@ -206,6 +242,8 @@ class Attention(JointProjections):
             raise InputError("attention that is not causal cannot be cached: its first token sees the last one")
         if batch.cu_seqlens is not None:
             raise InputError("packed sequences cannot go into a KV cache; pad them into a batch instead")
+        if self.reads_keys:
+            return  # the earlier layer has checked its state
         if cache.window is not None and (self.window is None or self.window > cache.window):
             raise InputError(
                 f"attention with window={self.window} would miss keys in a KV cache with window={cache.window}; "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.attention.decode_attention import rope_decode_attention
+from ligermodels.kernels.attention.decode_attention import decode_attention, rope_decode_attention
 from ligermodels.kernels.linear import fp8
 from ligermodels.layers.batch import NextToken
 
@@ -143,26 +143,29 @@ class KeyValues(State):
         return self._dequantize(joined or self._read(past - seen, end), k.dtype) if past else (k, v)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, token: NextToken, tables: tuple[Tensor, Tensor] | None, *,
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, token: NextToken, tables: tuple[Tensor, Tensor] | None, *,
         window: int | None, softcap: float | None, scale: float | None,
     ) -> Tensor:  # fmt: skip
         """Rotates and stores one new token a row, and returns its attention [B, 1, HQ, D] to the tokens of its row.
 
         q [B, 1, HQ, D], which is overwritten, k, v [B, 1, HK, D]. tables: cos and sin; None rotates nothing. Positions
-        are on the device. In a cache of one row the B tokens may follow each other: each sees those before.
+        are on the device. In a cache of one row the B tokens may follow each other: each sees those before. Without k
+        and v the token is stored already, and q is rotated: a later layer reads this state.
         """
         buffers = self.buffers
         if self.rows == 1:
-            buffers = [x.expand(len(k), *x.shape[1:]) for x in buffers]
+            buffers = [x.expand(len(q), *x.shape[1:]) for x in buffers]
         keys, values, *rest = buffers
         scales = None
         if self.is_fp8:
             keys, values, scales = keys.view(fp8.DTYPE), values.view(fp8.DTYPE), (rest[0], rest[1])
+        options: Any = dict(ring=self.window is not None, window=window, softcap=softcap, scale=scale, scales=scales)
+        if k is None or v is None:
+            return decode_attention(q, keys, values, token.starts, token.ends, counters=self.counters, **options)
         cos, sin = tables or (q.new_ones(1, 1, 1, dtype=torch.float32), q.new_zeros(1, 1, 1, dtype=torch.float32))
         return rope_decode_attention(
-            q, k, v, cos, sin, keys, values, token.starts, token.ends, ring=self.window is not None, window=window,
-            softcap=softcap, scale=scale, counters=self.counters, scales=scales,
-        )  # fmt: skip
+            q, k, v, cos, sin, keys, values, token.starts, token.ends, counters=self.counters, **options
+        )
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
         capacity = min(length, self._max_columns - 1 + tokens)
@@ -522,7 +525,8 @@ class TransformersState(State):
         )
 
     def reorder(self, rows: Tensor) -> None:
-        self._cache.layers[self._layer].batch_select_indices(rows)
+        if self._layer < len(self._cache.layers):  # a layer that reads an earlier one's keys stores nothing
+            self._cache.layers[self._layer].batch_select_indices(rows)
 
 
 def one_cache(past_key_values: Any, cache: Any) -> Any:
