@@ -61,6 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": dict(sliding_window=30, original_max_position_embeddings=32, rope_parameters=_LONGROPE),
 }  # fmt: skip
 """model_type -> what its config has beside TINY."""
+NORMS_AROUND_ZERO = ("gemma", "gemma2", "gemma3_text")
+"""Families whose norms' weights act as 1 + weight."""
 SUITES = suites(FAMILIES)
 """Families that have in their tests what the others have here."""
 FAMILIES |= {family: suite.SWITCHED_ON for family, suite in SUITES.items()}
@@ -77,11 +79,13 @@ def write_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0.0, 0.1)
-            if "norm" in name and not family.startswith("gemma"):
+            if "norm" in name and family not in NORMS_AROUND_ZERO:
                 parameter.add_(1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.1)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return folder
 

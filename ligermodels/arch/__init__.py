@@ -17,6 +17,7 @@ from ligermodels.arch.mixtral import Mixtral as Mixtral, MixtralConfig as Mixtra
 from ligermodels.arch.gemma import Gemma as Gemma, GemmaConfig as GemmaConfig
 from ligermodels.arch.gemma2 import Gemma2 as Gemma2, Gemma2Config as Gemma2Config
 from ligermodels.arch.gemma3 import Gemma3 as Gemma3, Gemma3Config as Gemma3Config
+from ligermodels.arch.gemma4 import Gemma4 as Gemma4, Gemma4Config as Gemma4Config
 from ligermodels.arch.qwen2 import Qwen2 as Qwen2, Qwen2Config as Qwen2Config
 from ligermodels.arch.qwen3 import Qwen3 as Qwen3, Qwen3Config as Qwen3Config
 from ligermodels.arch.qwen3_moe import Qwen3Moe as Qwen3Moe, Qwen3MoeConfig as Qwen3MoeConfig

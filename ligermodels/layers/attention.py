@@ -234,7 +234,9 @@ class Attention(JointProjections):
         if self.reads_keys != (keys is not None):
             raise InputError(
                 "attention: this layer reads the keys of an earlier one, and none were given: its block runs in its "
-                "model, not alone" if self.reads_keys else "attention: this layer has keys, and takes no others"
+                "model, not alone"
+                if self.reads_keys
+                else "attention: this layer has keys, and takes no others"
             )
         if cache is None:
             return

@@ -74,6 +74,8 @@ def write_checkpoint(tiny, folder, seed=0, norm=1.0):
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return save_as_released(model, folder)
 
 
@@ -392,10 +394,10 @@ class Suite(Tiny):
         found = []
         for one, options in ((hf, {}), (model, dict(return_logits=True))):
             layers, seen = one.get_decoder().layers, []
-            layers[first].register_forward_hook(lambda block, args, output, seen=seen: seen.append((*args, output)))
+            layers[first].register_forward_hook(lambda block, args, output, seen=seen: seen.append((args[0], output)))
             direction = torch.linspace(-1, 1, model.config.get_text_config().hidden_size)
             layers[first].register_forward_hook(lambda block, args, output, by=direction: output + by)
-            layers[last].register_forward_pre_hook(lambda block, args: args[0] * 1.1)
+            layers[last].register_forward_pre_hook(lambda block, args: (args[0] * 1.1, *args[1:]))
             layers[first].register_full_backward_hook(lambda block, i, o, seen=seen: seen.append((i[0], o[0])))
             layers[last] = Wrapper(layers[last])
             if one is model and recompute == "block":
@@ -498,8 +500,10 @@ class Suite(Tiny):
         assert all(relative(a, b) < LOGITS for a, b in zip(states, expected, strict=True))
         assert torch.equal(model.base_model(ids).last_hidden_state, output.last_hidden_state)
         assert relative(model(ids, logits_to_keep=3).logits, output.logits[:, -3:]) < LOGITS
+
+    def test_embeddings_stand_for_ids(self, model, ids):
         embedded = model.get_input_embeddings()(ids)
-        assert relative(model(inputs_embeds=embedded).logits, output.logits) < LOGITS
+        assert relative(model(inputs_embeds=embedded).logits, model(ids).logits) < LOGITS
 
     def comparable_states(self, model, states):
         """Those that transformers returns too."""
@@ -575,6 +579,7 @@ class Suite(Tiny):
         sizes = ("model_type", "vocab_size", "intermediate_size", "num_hidden_layers")
         given = {**{name: first[name] for name in sizes}, "hidden_size": 64, "num_attention_heads": 32}
         ours, expected = self.arch.config_class.from_hf(given), transformers.AutoConfig.for_model(**given)
+        expected.allow_global_per_layer_attribute_access = True
         for name in ours.field_names() - {"rope_parameters", "dtype"}:
             if getattr(expected, name, None) is not None and not name.endswith("_token_id"):
                 assert getattr(ours, name) == getattr(expected, name), name

@@ -3,7 +3,7 @@
 import torch
 
 import ligermodels
-from tests.tiny import FAMILIES, TINY
+from tests.tiny import FAMILIES, NORMS_AROUND_ZERO, TINY
 
 VOCAB = 97
 LONGROPE = {
@@ -46,7 +46,7 @@ def with_large_weights(model):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0.0, 0.3 if "norm" not in name else 0.1)
-            if "norm" in name and not model.config.model_type.startswith("gemma"):
+            if "norm" in name and model.config.model_type not in NORMS_AROUND_ZERO:
                 parameter.add_(1.0)
         if hasattr(model.config, "image_token_id"):  # which no text may have
             model.lm_head.weight[[model.config.image_token_id, model.config.video_token_id]] = 0.0

@@ -1,0 +1,265 @@
+"""Gemma 4's text (E2B, E4B, 31B) and fine-tunes: Gemma 2's four norms around attention of two kinds.
+
+- Blocks with a window and full ones differ in head_dim, in the number of key heads and in rope. With
+  `attention_k_eq_v` a full one has no v_proj: the values are the keys before their norm and rotation.
+- Each head of q, k and v is normed, v without a weight; scores are not scaled. Norm weights act as they are.
+- The rope of full blocks is "proportional": a quarter of the pairs rotates, by exponents that count the whole head.
+- The last `num_kv_shared_layers` blocks have no keys: they read those of the last block of their kind before them, and
+  with `use_double_wide_mlp` have an MLP twice as wide. Files may have weights for such keys; they are not read.
+- Per-layer embeddings: a second table and a projection of the embeddings give each block an input of its own. The table
+  is looked up by ids, so that `inputs_embeds` are refused.
+- What leaves a block is multiplied by `layer_scalar`, a buffer, which is not trained.
+
+Files have the sizes of full blocks as `global_head_dim` and `num_global_key_value_heads`, or as transformers 5 writes
+them in `per_layer_config`; the first are written, which it reads, too.
+
+Checked against: models/gemma4/modeling_gemma4.py of transformers 5.24.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.arch.base import CausalLM
+from ligermodels.arch.block import ResidualBlock, attention, gated_mlp
+from ligermodels.arch.config import ACTIVATIONS, LayerTypesConfig, TextAlone
+from ligermodels.arch.decoder import Decoder
+from ligermodels.arch.inputs import TextInputs
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.kernels.linear.glu import glu
+from ligermodels.layers import Batch, Embedding, RMSNorm
+from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard, ones, saved_per_token
+from ligermodels.layers.fusion import linears_part
+from ligermodels.layers.linear import apply_linear
+
+NORM: dict[str, Any] = dict(cast_before_weight=False)
+
+
+@dataclass(kw_only=True)
+class Gemma4Config(TextAlone, LayerTypesConfig):
+    """config.json of model_type gemma4_text."""
+
+    model_type: ClassVar[str] = "gemma4_text"
+    architecture: ClassVar[str] = "Gemma4ForCausalLM"
+    left_out: ClassVar[str] = "what reads images and audio"
+    partial_rotary: ClassVar[bool] = True
+    default_ropes: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+
+    num_key_value_heads: int = 4
+    head_dim: int = 256
+    global_head_dim: int = 512
+    num_global_key_value_heads: int | None = None  # read with attention_k_eq_v alone, as in transformers
+    hidden_act: str = "gelu_pytorch_tanh"
+    hidden_activation: str = "gelu_pytorch_tanh"
+    max_position_embeddings: int = 131072
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    sliding_window: int | None = 512
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: str | None = None  # "vision": of the tokens of an image
+    attention_k_eq_v: bool = False
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
+    vocab_size_per_layer_input: int = 262144
+    hidden_size_per_layer_input: int = 256
+    enable_moe_block: bool = False
+
+    @classmethod
+    def _without_aliases(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        values = super()._without_aliases(config)
+        if (by_layer := values.pop("per_layer_config", None)) is None:
+            return values
+        names = {"head_dim": "global_head_dim"}
+        if values.get("attention_k_eq_v"):
+            names["num_key_value_heads"] = "num_global_key_value_heads"
+        by_layer = by_layer if isinstance(by_layer, Mapping) else {}
+        full = {str(i) for i, kind in enumerate(values.get("layer_types") or []) if kind == "full_attention"}
+        sizes = {repr(sorted(dict(of_layer).items())) for of_layer in by_layer.values()}
+        found = {names.get(name, name): value for of_layer in by_layer.values() for name, value in of_layer.items()}
+        told = {name: values.get(name) for name in found if values.get(name) is not None}
+        if (
+            {str(i).lstrip("0") or "0" for i in by_layer} != full
+            or len(sizes) != 1
+            or found.keys() - {*names.values()}
+            or told.items() - found.items()
+        ):
+            raise ConfigError(
+                f"{cls.model_type}: per_layer_config={by_layer!r:.200} may give {' and '.join(names)} to the blocks of "
+                "full_attention, the same to each, and nothing else"
+            )
+        return values | found
+
+    def default_layer_type(self, layer: int) -> str:
+        return "full_attention" if (layer + 1) % 6 == 0 or layer + 1 == self.num_hidden_layers else "sliding_attention"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_choice("hidden_activation", ACTIVATIONS)
+        self.hidden_act = self.hidden_activation
+        if self.use_bidirectional_attention not in (None, "vision"):
+            raise self._error("use_bidirectional_attention", "is not supported: this is a causal language model")
+        if self.enable_moe_block:
+            raise self._error("enable_moe_block", "is not supported: experts beside an MLP are not in the zoo yet")
+        if self.layer_types[-1] != "full_attention":
+            raise self._error("layer_types", "must end with full_attention")
+        if not {*self.layer_types} <= {*self.layer_types[: self.first_reader]}:
+            raise self._error(
+                "num_kv_shared_layers", "leaves blocks no block of their kind before them to read keys of"
+            )
+        for layer in range(self.num_hidden_layers):
+            sizes = self.layer(layer)
+            if sizes.num_attention_heads % sizes.num_key_value_heads or sizes.head_dim % 2:
+                raise self._error("global_head_dim", "must be even, and the number of heads a multiple of key heads")
+
+    @property
+    def first_reader(self) -> int:
+        """The first block that reads the keys of another."""
+        return max(self.num_hidden_layers - self.num_kv_shared_layers, 0)
+
+    def layer(self, layer: int) -> Self:
+        config = copy.copy(self)
+        if self.layer_types[layer] == "full_attention":
+            config.head_dim = self.global_head_dim
+            if self.attention_k_eq_v and self.num_global_key_value_heads is not None:
+                config.num_key_value_heads = self.num_global_key_value_heads
+        if self.use_double_wide_mlp and layer >= self.first_reader:
+            config.intermediate_size = 2 * self.intermediate_size
+        return config
+
+    def sharing(self, layer: int) -> dict[str, bool]:
+        """Whether block `layer` reads the keys of an earlier one, and whether later ones read its own."""
+        kind, readers = self.layer_types[layer], self.layer_types[self.first_reader :]
+        if layer >= self.first_reader:
+            return {"reads_keys": True}
+        return {"gives_keys": kind in readers and kind not in self.layer_types[layer + 1 : self.first_reader]}
+
+
+class Gemma4Block(ResidualBlock):
+    """Attention and gated MLP, each between two norms, and the block's own embedding of the token."""
+
+    carries, last_mlp = True, None  # a product ends the block; see recompute.py
+    layer_scalar: Tensor
+
+    def __init__(self, config: Gemma4Config, layer: int):
+        super().__init__()
+        size, norm = config.hidden_size, dict(eps=config.rms_norm_eps, **NORM)
+        self.keys, self.input = config.rope(layer), f"input {layer}"  # their names in `carry`
+        self.self_attn = attention(
+            config,
+            layer,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            scale=1.0,
+            qk_norm=norm,
+            v_norm=norm | {"elementwise_affine": False},
+            keys_as_values=config.attention_k_eq_v and self.keys == "full",
+            **config.sharing(layer),
+        )
+        for name in ("k_proj", "v_proj", "o_proj"):  # in transformers' order of parameters
+            if (module := self.self_attn._modules.pop(name, None)) is not None:
+                self.self_attn.add_module(name, module)
+        self.mlp = gated_mlp(config.layer(layer))
+        self.input_layernorm = RMSNorm(size, **norm)
+        self.post_attention_layernorm = RMSNorm(size, **norm)
+        self.pre_feedforward_layernorm = RMSNorm(size, **norm)
+        self.post_feedforward_layernorm = RMSNorm(size, **norm)
+        self.register_buffer("layer_scalar", torch.ones(1))
+        self.width, self.activation = config.hidden_size_per_layer_input, ACTIVATIONS[config.hidden_act]
+        if self.width:
+            self.per_layer_input_gate = nn.Linear(size, self.width, bias=False)
+            self.per_layer_projection = nn.Linear(self.width, size, bias=False)
+            self.post_per_layer_input_norm = RMSNorm(size, **norm)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Any = None, carry: Any = None
+    ) -> tuple[Any, ...]:
+        x, residual = self.input_layernorm(x, residual)
+        x, added = self._attended(x, batch, cache, carry or {})
+        x, residual = self.pre_feedforward_layernorm(self.post_attention_layernorm(x), residual)
+        x = self.post_feedforward_layernorm(self.mlp(x)) + residual
+        return self._with_input(x, carry or {}) * self.layer_scalar, None, added
+
+    def _attended(self, x: Tensor, batch: Batch, cache: Any, carry: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """The output of attention, and its keys if later blocks read them."""
+        y = self.self_attn(x, batch, cache, carry.get(self.keys) if self.self_attn.reads_keys else None)
+        return (y[0], {self.keys: y[1]}) if self.self_attn.gives_keys else (y, {})
+
+    def _with_input(self, x: Tensor, carry: Mapping[str, Any]) -> Tensor:
+        """x with what the block makes of its own embedding of the token."""
+        if not self.width:
+            return x
+        if self.input not in carry:
+            raise InputError("a block with an embedding of its own for each token runs in its model, not alone")
+        y = glu(apply_linear(self.per_layer_input_gate, x), carry[self.input], activation=self.activation)
+        return x + self.post_per_layer_input_norm(apply_linear(self.per_layer_projection, y))
+
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.layer_scalar, ones)
+
+    def shards(self) -> Mapping[str, Shard]:
+        return dict.fromkeys(("per_layer_input_gate", "per_layer_projection"), REPLICATED) if self.width else {}
+
+    def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
+        for name in self.shards():
+            yield linears_part(self, [name], at)
+
+    def saved_per_token(self, policy: str) -> int:
+        """What is inside; of the own input the sum that the gate reads, the gate, the input, and their product."""
+        own = self.mlp.output_module.out_features + 3 * self.width if self.width else 0
+        return own + sum(saved_per_token(child, policy) for child in self.children())
+
+
+class Gemma4Decoder(Decoder, Layer):
+    """The decoder with the second table."""
+
+    def __init__(self, config: Gemma4Config):
+        super().__init__(config, Gemma4Block, norm=NORM, embedding_scale=config.hidden_size**0.5)
+        self.width = width = config.hidden_size_per_layer_input
+        if width:
+            columns, rows = config.num_hidden_layers * width, config.vocab_size_per_layer_input
+            options: dict[str, Any] = dict(embed_scale=width**0.5, padding_idx=config.padding_idx)
+            self.embed_tokens_per_layer = Embedding(rows, columns, **options)
+            self.per_layer_model_projection = nn.Linear(config.hidden_size, columns, bias=False)
+            self.per_layer_projection_norm = RMSNorm(width, config.rms_norm_eps, **NORM)
+
+    def shards(self) -> Mapping[str, Shard]:
+        return {"per_layer_model_projection": REPLICATED} if self.width else {}
+
+    def first_carry(self, tokens: Tensor, inputs: TextInputs, x: Tensor) -> dict[str, Any]:
+        if not self.width:
+            return {}
+        if inputs.inputs_embeds is not None:
+            raise InputError("inputs_embeds: this model looks ids up in a second table; pass input_ids")
+        projected = apply_linear(self.per_layer_model_projection, x) * self.config.hidden_size**-0.5
+        projected = self.per_layer_projection_norm(projected.unflatten(-1, (-1, self.width)))
+        looked_up = self.own_tokens(self.embed_tokens_per_layer(tokens)).view_as(projected)
+        by_block = ((projected + looked_up) * 2**-0.5).unbind(2)  # one op, whose backward stacks the gradients
+        return {f"input {i}": x for i, x in enumerate(by_block)}
+
+    def inputs_of(self, layer: int, carry: dict[str, Any]) -> dict[str, Any]:
+        return {name: carry[name] for name in ("full", "sliding", f"input {layer}") if name in carry}
+
+
+class Gemma4(CausalLM):
+    """Gemma 4's text with a language-model head. `Gemma4.from_hub(...)` loads one."""
+
+    config_class = Gemma4Config
+    block_class = Gemma4Block
+
+    OTHER_LAYOUTS = ({"model.{rest}": "model.language_model.{rest}"},)
+    IGNORE = (
+        *CausalLM.IGNORE,
+        r"\.self_attn\.(k_proj|v_proj|k_norm)\.weight$",  # of blocks that read an earlier one's keys
+        r"^model\.(vision_tower|embed_vision|audio_tower|embed_audio)\.",
+    )
+
+    @classmethod
+    def make_model(cls, config: Any) -> Decoder:
+        return Gemma4Decoder(config)
