@@ -30,6 +30,7 @@ from ligermodels.conversion import MismatchError, Options, convert, inspect, ver
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, TokenizerError
 from ligermodels.text import Tokenizer
 from ligermodels.training import load_mtp
+from tests.arch.qwen3_vl import qwen3_vl, qwen3_vl_moe
 from tests.arch.test_qwen3_5 import with_images
 from tests.arch.test_qwen3_5_moe import mtp_tensors as mtp_tensors_with_experts
 from tests.arch.test_qwen3_5_mtp import mtp_tensors
@@ -294,6 +295,7 @@ def names_of_llama_cpp(family: str) -> set[str]:
     """The tensors that the gguf package knows of an architecture."""
     archs = {"mistral": "LLAMA", "mixtral": "LLAMA", "qwen3_moe": "QWEN3MOE", "gemma3_text": "GEMMA3"}
     archs |= {"qwen3_5_text": "QWEN35", "qwen3_5_moe_text": "QWEN35MOE"}
+    archs |= {"qwen3_vl": "QWEN3VL", "qwen3_vl_moe": "QWEN3VLMOE"}
     arch = archs.get(family, family.upper())
     patterns = [gguf.TENSOR_NAMES[one] for one in gguf.MODEL_TENSORS[gguf.MODEL_ARCH[arch]]]
     names = {pattern.format(bid=layer) for pattern in patterns for layer in range(7)}
@@ -661,6 +663,47 @@ def test_the_text_of_a_model_that_reads_images(tmp_path, model_of, name):
     assert (tmp_path / "text.gguf").read_bytes() == (tmp_path / "images.gguf").read_bytes()
 
 
+def with_tower(folder: Path, family: str, **fields) -> Path:
+    """A model of the family that reads images, with a tokenizer. DeepStack adds to the first two of its blocks."""
+    fields = {"vocab_size": rows_of("qwen 2"), "num_hidden_layers": 3, "max_position_embeddings": 256, **fields}
+    config = {"qwen3_vl": qwen3_vl, "qwen3_vl_moe": qwen3_vl_moe}[family](**fields)
+    ARCHS[family].from_config(config, device="cpu", seed=1).save_pretrained(folder)
+    add_tokenizer(folder, "qwen 2")
+    return folder
+
+
+@pytest.mark.parametrize("family, text", [("qwen3_vl", "qwen3"), ("qwen3_vl_moe", "qwen3_moe")])
+def test_the_text_of_qwen3_vl(tmp_path, family, text):
+    """It is read as a Qwen3, or a Qwen3-MoE: without images they compute the same."""
+    source, arch = with_tower(tmp_path / "source", family), family.replace("_", "")
+    with pytest.warns(UserWarning, match=r"only the text is written: .* the vision tower \(model\.visual\.\*\)"):
+        to_gguf(source, tmp_path / "out.gguf", verify="bytes")
+    fields, found = fields_of(tmp_path / "out.gguf"), tensors_of(tmp_path / "out.gguf")
+    assert fields["general.architecture"] == arch and found.keys() <= names_of_llama_cpp(family)
+    assert (fields[f"{arch}.rope.dimension_sections"], fields[f"{arch}.n_deepstack_layers"]) == ([2, 1, 1, 0], 2)
+    assert (fields[f"{arch}.block_count"], fields[f"{arch}.rope.dimension_count"]) == (3, 8)
+    if "moe" in family:
+        whole, experts = load_file(source / "model.safetensors"), "model.language_model.layers.1.mlp.experts."
+        gate_up, down = whole[f"{experts}gate_up_proj"], whole[f"{experts}down_proj"]
+        assert gate_up.shape == (4, 32, 40)  # transposed, as in released files
+        for part, x in {"gate": gate_up[..., :20], "up": gate_up[..., 20:], "down": down}.items():
+            assert same_bits(found[f"blk.1.ffn_{part}_exps.weight"], x.transpose(1, 2))
+    model, back, ids = load(source), load(tmp_path / "out.gguf"), torch.arange(90).reshape(1, 90)
+    assert back.config.model_type == text
+    assert torch.equal(back(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("family, fields, message", [
+    ("qwen3_vl", {"num_hidden_layers": 2}, "deepstack_visual_indexes of 2 blocks"),
+    ("qwen3_vl", {"attention_bias": True}, "attention_bias"),
+    ("qwen3_vl_moe", {"mlp_only_layers": [1]}, "blocks without experts"),
+])  # fmt: skip
+def test_the_text_of_qwen3_vl_that_llama_cpp_does_not_compute(tmp_path, family, fields, message):
+    source = with_tower(tmp_path / "source", family, **fields)
+    with pytest.raises(ConfigError, match=f"llama.cpp does not compute .*{message}"):
+        to_gguf(source, tmp_path / "out.gguf", dry_run=True)
+
+
 def test_a_file_of_qwen3_5_that_is_not_computed(tmp_path, model_of):
     to_gguf(model_of("qwen3.5", torch.float32), tmp_path / "model.gguf")
 
@@ -845,8 +888,12 @@ os._exit(0)
 """
 
 
+OTHERS = ("qwen3.5, multi-token", "qwen3.5 with experts, multi-token", "qwen3_vl", "qwen3_vl_moe")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODELS, *(f"{name}, multi-token" for name in ("qwen3.5", "qwen3.5 with experts"))])
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
+@pytest.mark.filterwarnings("ignore:.*only the text is written")
 def test_what_llama_cpp_says(tmp_path, model_of, name):
     pytest.importorskip("xllamacpp")
     if name.endswith(", multi-token"):
@@ -855,6 +902,8 @@ def test_what_llama_cpp_says(tmp_path, model_of, name):
         layer = mtp_tensors_with_experts if "experts" in name else mtp_tensors
         tensors = load_file(folder / "model.safetensors") | layer(read_json(folder / "config.json"))
         save_file(tensors, folder / "model.safetensors")
+    elif name.startswith("qwen3_vl"):
+        folder = with_tower(tmp_path / "tiny", name)
     else:
         folder = model_of(name, torch.float32)
     to_gguf(folder, tmp_path / "out.gguf")

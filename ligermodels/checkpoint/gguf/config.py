@@ -22,9 +22,13 @@ FAMILIES = {
     "llama": ("llama", _SILU), "mistral": ("llama", _SILU), "mixtral": ("llama", _SILU), "gemma": ("gemma", _GELU),
     "gemma2": ("gemma2", _GELU), "gemma3_text": ("gemma3", _GELU), "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU),
     "qwen3_moe": ("qwen3moe", _SILU), "qwen3_5_text": ("qwen35", _SILU), "qwen3_5_moe_text": ("qwen35moe", _SILU),
-    "phi3": ("phi3", _SILU), "glm4_moe": ("glm4moe", _SILU),
+    "phi3": ("phi3", _SILU), "glm4_moe": ("glm4moe", _SILU), "qwen3_vl": ("qwen3vl", _SILU),
+    "qwen3_vl_moe": ("qwen3vlmoe", _SILU),
 }  # fmt: skip
 """{model_type: (llama.cpp's architecture, the names of the activation that llama.cpp computes)}."""
+
+_TEXTS = {"qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}
+"""{llama.cpp's architecture of the text of a model that reads images: the model_type that computes the same}."""
 
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are not weights: divisors of the rotary frequencies."""
@@ -48,6 +52,7 @@ _LINEAR = {
 _KEYS_OF = {
     "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     "qwen3_moe": _EXPERTS,
+    "qwen3_vl_moe": _EXPERTS,
     "gemma2": {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": {
@@ -84,7 +89,10 @@ _SECTIONS = [11, 11, 10]
 """mrope_section of every released Qwen3.5; llama.cpp reads no file without it, and text does not depend on it."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The numbers of Llama 3's rope in all released files; a file with others has them as rope.llama3.*, for us alone."""
-_UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length")
+_UNUSED = (
+    "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length",
+    "rope.dimension_sections", "n_deepstack_layers",  # of images
+)  # fmt: skip
 
 
 class Metadata:
@@ -125,7 +133,10 @@ class Metadata:
 
     @property
     def model_type(self) -> str:
-        """As in config.json. A Mistral without a window is read as a Llama, which computes the same."""
+        """As in config.json. A Mistral without a window is read as a Llama, and the text of Qwen3-VL as a Qwen3 or
+        Qwen3-MoE, which compute the same."""
+        if self.arch in _TEXTS:
+            return _TEXTS[self.arch]
         if self.arch != "llama":
             return next(model_type for model_type, (arch, _) in FAMILIES.items() if arch == self.arch)
         if self.get("expert_count"):
@@ -321,6 +332,9 @@ def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | fl
         metadata["full_attention_interval"] = _interval(config.layer_types) or 0
         metadata["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
         metadata["rope.dimension_sections"] = [*rope.get("mrope_section", _SECTIONS), 0]
+    if kind in ("qwen3_vl", "qwen3_vl_moe"):
+        metadata["rope.dimension_sections"] = [*rope["mrope_section"], 0]
+        metadata["n_deepstack_layers"] = len(config.vision_config.deepstack_visual_indexes)
     metadata |= {"attention.value_length": config.head_dim, "rope.dimension_count": rotary.dim}
     metadata["rope.freq_base"] = float(rope["rope_theta"])
     window = getattr(config, "sliding_window", None)
@@ -365,7 +379,8 @@ def check(model: Any, where: str) -> None:
     odd = [f"hidden_act {c.hidden_act}"] * (c.hidden_act not in activations)
     if arch in ("gemma", "gemma2", "gemma3"):
         odd += ["a head of its own (tie_word_embeddings false)"] * (not c.tie_word_embeddings)
-    if arch in ("gemma", "gemma2", "gemma3", "qwen3", "qwen3moe", "qwen35", "qwen35moe"):
+    normed = ("qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
+    if arch in ("gemma", "gemma2", "gemma3", *normed):
         odd += ["attention_bias"] * c.attention_bias
     if c.model_type in _WIDE_HEADS and c.query_pre_attn_scalar != (scalar := _gemma_scalar(c.model_type, c.values())):
         odd.append(f"query_pre_attn_scalar {c.query_pre_attn_scalar} (it takes {scalar} for these sizes)")
@@ -385,7 +400,9 @@ def check(model: Any, where: str) -> None:
             odd.append("layer_types other than full attention in every n-th layer")
     if arch == "glm4moe" and c.n_group != 1:
         odd.append(f"n_group {c.n_group}")
-    if arch == "qwen3moe":
+    if arch in ("qwen3vl", "qwen3vlmoe") and len(added := c.vision_config.deepstack_visual_indexes) >= len(layers):
+        odd.append(f"deepstack_visual_indexes of {len(added)} blocks (it takes fewer than num_hidden_layers)")
+    if arch in ("qwen3moe", "qwen3vlmoe"):
         odd += ["norm_topk_prob false"] * (not c.norm_topk_prob)
         odd += ["blocks without experts"] * (not all(map(c.has_experts, layers)))
     if arch == "phi3" and c.head_dim * c.num_attention_heads != c.hidden_size:

@@ -11,6 +11,7 @@
   matrices is.
 - The experts of a layer are stacked: ffn_gate_exps, ffn_up_exps and ffn_down_exps [experts, rows, columns]. Files may
   have ffn_gate_up_exps, with the rows of both, which is read.
+- Hugging Face's stacked experts of Qwen3-VL are transposed.
 - The gate of Qwen3.5's shared expert is a vector instead of [1, hidden_size].
 - The layers for multi-token prediction follow the others as further blk.N; so they do in GLM-4.5's files, and in those
   of Qwen3.5 they are mtp.layers.
@@ -20,7 +21,8 @@ What changes order comes back to the bit. What changes values (1 + w, A_log) is 
 values below 1. Values of bfloat16 come back exactly from 1.6e-5 on, of float16 from 1.3e-4 on, A_log of float32 from 1
 on.
 
-Checked against: gguf 0.19 (constants.py), conversion/llama.py, gemma.py, qwen.py and base.py, src/models of llama.cpp.
+Checked against: gguf 0.19 (constants.py), conversion/llama.py, gemma.py, qwen.py, qwen3vl.py and base.py, src/models of
+llama.cpp.
 """
 
 import re
@@ -60,6 +62,7 @@ _OF_FAMILY = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
     "qwen3_moe": _EXPERTS,
+    "qwen3_vl_moe": _EXPERTS,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": {
         **_QWEN3_5, **_EXPERTS, "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -131,6 +134,7 @@ class Layout:
 
         Several names divide the rows of each expert.
         """
+        ours = ours.replace("model.language_model.", "model.", 1)  # of a model that reads images
         match = re.fullmatch(r"(?:(model|mtp)\.layers\.(\d+)\.)?(.+)", ours)
         assert match is not None
         module, _, kind = re.sub(r"\.experts\.\d+\.", ".experts.{}.", match[3]).rpartition(".")
@@ -159,6 +163,8 @@ class Layout:
             return _ONE_MORE
         if module.endswith("mlp.shared_expert_gate"):
             return Change(lambda x: x.squeeze(0), lambda x: x.unsqueeze(0))
+        if self._arch == "qwen3vlmoe" and ours.endswith(tuple(_STACKED)):
+            return Change(lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2))
         if ".linear_attn." in ours:
             return self._of_linear_attention(ours.rpartition(".linear_attn.")[2])
         return None

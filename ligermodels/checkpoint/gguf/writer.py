@@ -30,6 +30,7 @@ from ligermodels.errors import ConfigError, InputError
 _TYPES = {dtype: name for name, dtype in FLOATS.items()}
 _FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_TOWER = "model.visual."
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
@@ -78,8 +79,8 @@ class GgufTarget:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
         add[bool] = writer.add_bool
-        layers = {match[0] for name in view.headers if (match := re.match(r"(model|mtp)\.layers\.\d+\.", name))}
-        mtp_layers = len(layers) - config.num_hidden_layers
+        blocks = {name.split(".")[1] for name in self.headers if name.startswith("blk.")}
+        mtp_layers = len(blocks) - config.num_hidden_layers
         for key, value in metadata_of(config, rotary, mtp_layers).items():
             add[type(value)](f"{arch}.{key}", value)
         strips = add_tokenizer(writer, view.files(), open_tokenizer, config.vocab_size, view.source)
@@ -147,6 +148,8 @@ def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
         plans[name] = _Plan(TensorInfo(table.dtype, tuple(table.shape)), table=table)
     groups: dict[str, list[str]] = {}
     for source in view.headers:
+        if source.startswith(_TOWER):
+            continue
         if not (places := layout.theirs(source)):
             raise ConfigError(f"{view.source}: llama.cpp has no place for {source} in a {config.model_type}")
         for place in places:
@@ -187,6 +190,8 @@ def _warn_of_losses(view: Any, arch: str) -> None:
     rounded += ["A_log as -exp(A_log)"] * (arch in ("qwen35", "qwen35moe"))
     if rounded:
         lost.append(f"GGUF stores {' and '.join(rounded)}, in fp32: read back, they are rounded to 1e-7.")
+    if any(name.startswith(_TOWER) for name in view.headers):
+        lost.append(f"only the text is written: llama.cpp has the vision tower ({_TOWER}*) in another file, mmproj.")
     if view.model.config.ropes["full"]["rope_type"] == "longrope":
         lost.append("llama.cpp takes the long or the short frequencies by its context size (-c), not by the text's.")
     settings = [name for name, value in view.generation_config().items() if name in _SAMPLING and value is not None]
