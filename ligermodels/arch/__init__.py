@@ -31,6 +31,7 @@ from ligermodels.arch.qwen3_vl import Qwen3VL as Qwen3VL, Qwen3VLConfig as Qwen3
 from ligermodels.arch.qwen3_vl_moe import Qwen3VLMoe as Qwen3VLMoe, Qwen3VLMoeConfig as Qwen3VLMoeConfig
 from ligermodels.arch.qwen3_5_vl import Qwen3_5VL as Qwen3_5VL, Qwen3_5VLConfig as Qwen3_5VLConfig
 from ligermodels.arch.qwen3_5_moe_vl import Qwen3_5MoeVL as Qwen3_5MoeVL, Qwen3_5MoeVLConfig as Qwen3_5MoeVLConfig
+from ligermodels.arch.gemma3_vl import Gemma3VL as Gemma3VL, Gemma3VLConfig as Gemma3VLConfig
 from ligermodels.arch.llama_vision import LlamaVision as LlamaVision, LlamaVisionConfig as LlamaVisionConfig
 
 ARCHS: dict[str, type[CausalLM]] = {
@@ -54,14 +55,12 @@ def arch_of(folder: Path, config: Any = None, *, text_only: bool = False, **hub_
     """
     values = config_values(folder, config, **hub_options)
     model_type = values.model_type if isinstance(values, ModelConfig) else values.get("model_type")
-    if text_only and model_type in TEXTS:
-        return ARCHS[TEXTS[model_type]]
     if not isinstance(model_type, str) or model_type not in ARCHS:
-        alone = f"; text_only=True reads the text of a {model_type}" if model_type in TEXTS else ""
-        names = ", ".join(ARCHS)
-        raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo has {names}{alone}")
+        raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo has {', '.join(ARCHS)}")
     if text_only and ARCHS[model_type].extra_inputs:
-        raise ConfigError(f"{folder}: there is no class for the text of a {model_type} alone; leave text_only out")
+        if model_type not in TEXTS:
+            raise ConfigError(f"{folder}: there is no class for the text of a {model_type} alone; leave text_only out")
+        return ARCHS[TEXTS[model_type]]
     return ARCHS[model_type]
 
 

@@ -106,7 +106,7 @@ class Attention(JointProjections):
         q, k, v, gate = self._qkv(x, tables if token is None or self.reads_keys else None)
         if cp is not None:
             q, k, v = (part if part is None else cp.to_heads(part) for part in (q, k, v))
-        key_mask = batch.key_mask
+        key_mask, together = batch.key_mask, batch.together
         if cache is not None and token is not None:
             state = keys if self.reads_keys else cache
             out = state.attend(q, k, v, token, tables, window=self.window, softcap=self.softcap, scale=self.scale)
@@ -118,8 +118,9 @@ class Attention(JointProjections):
             k, v = keys
         elif cache is not None:
             k, v = cache.append(k, v, batch.past_length)
-        if cache is not None and key_mask is not None:
-            key_mask = key_mask[:, -k.shape[1] :]  # it is over all tokens so far, and a window leaves the last
+        if cache is not None:  # masks are over all tokens so far, and a window leaves the last
+            key_mask = None if key_mask is None else key_mask[:, -k.shape[1] :]
+            together = None if together is None else together[:, -k.shape[1] :]
         out = attention(
             q,
             k,
@@ -132,6 +133,7 @@ class Attention(JointProjections):
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
             head_chunks=output is not None and cp is None and gate is None,
+            together=together,
         )
         if cp is not None:
             out = cp.to_tokens(out)

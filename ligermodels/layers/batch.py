@@ -50,6 +50,8 @@ class Batch(MovableInputs):
         which is faster if they have few different lengths; None if not packed.
     max_seqlen: the length of the longest packed sequence; None if not known.
     images: what the blocks of a family read of images, by name; empty without images, here and in the cache.
+    together: integers [B, K], over cached and new tokens; tokens with the same number, 0 or more, see each other both
+        ways, as those of an image do. None where attention is causal.
     next_token: of a step of decoding that may be captured in a CUDA graph.
     past_length: the number of tokens in the cache.
     cp: the ranks over which the sequence is sharded (context parallel). rotary and images are then those of the
@@ -68,6 +70,7 @@ class Batch(MovableInputs):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         images: Mapping[str, Any] | None = None,
+        together: Tensor | None = None,
         next_token: NextToken | None = None,
         past_length: int = 0,
         cp: MeshGroup | None = None,
@@ -78,6 +81,7 @@ class Batch(MovableInputs):
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
         self.images = dict(images or {})
+        self.together = together
         self.next_token = next_token
         self.past_length = past_length
         self.cp = cp

@@ -203,8 +203,8 @@ class VisionInputs:
             expected = num_tokens(grids, self.merge)
             if count != expected:
                 raise InputError(
-                    f"input_ids have {count} tokens with the {name}_token_id {token_id}, and the sizes in "
-                    f"{name}_grid_thw make {expected}. Likely the text was cut, placeholders were not expanded, or a "
+                    f"input_ids have {count} tokens with the {name}_token_id {token_id}, and the {name}s of this call "
+                    f"make {expected}. Likely the text was cut, placeholders were not expanded, or a "
                     f"{name} is missing; take ids and pixels from one call of the processor"
                 )
 

@@ -9,6 +9,7 @@ except ModuleNotFoundError as error:
         "ligermodels.vision needs pillow, which is not installed. Next step: pip install 'ligermodels[vision]'"
     ) from error
 
+from ligermodels.vision.gemma3 import Gemma3ImageProcessor as Gemma3ImageProcessor
 from ligermodels.vision.images import load_image as load_image
 from ligermodels.vision.mllama import MllamaImageProcessor as MllamaImageProcessor
 from ligermodels.vision.processor import ModelInputs as ModelInputs, Processor as Processor

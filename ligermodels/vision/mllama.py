@@ -11,7 +11,7 @@ Checked against transformers 5.23, models/mllama/image_processing_pil_mllama.py 
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -53,6 +53,9 @@ def fit(height: int, width: int, canvas: tuple[int, int], tile: int) -> tuple[in
 @dataclass(frozen=True, kw_only=True)
 class MllamaImageProcessor(PixelSettings):
     """tile_size: `size` of preprocessor_config.json, 560 in -Instruct, 448 in the base model."""
+
+    image_token: ClassVar[str] = "<|image|>"
+    other_tokens: ClassVar[tuple[str, ...]] = ()
 
     resample: int = Image.Resampling.BILINEAR
     tile_size: int

@@ -1,7 +1,8 @@
 """Processors: text with placeholders and images to the inputs of a model.
 
 The placeholder of Qwen's models is repeated once for every embedding of the tower; Llama-3.2-Vision's stays one token,
-with a cross-attention mask over tokens and tiles. Placeholders are found in the ids, not in the text.
+with a cross-attention mask over tokens and tiles. Placeholders are found in the ids, not in the text. Gemma 3's becomes
+text with line ends around it, before the text is encoded: line ends that meet are one token.
 
 From Qwen3-VL on a video becomes, for every two frames, their time and a placeholder of an image's form:
 <0.2 seconds><|vision_start|><|video_pad|><|vision_end|>. They take the place of <|vision_start|><|video_pad|>
@@ -25,6 +26,7 @@ from torch import Tensor
 from ligermodels.checkpoint.files import read_json
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.text import Tokenizer, batch
+from ligermodels.vision.gemma3 import Gemma3ImageProcessor
 from ligermodels.vision.mllama import MllamaImageProcessor, cross_attention_mask
 from ligermodels.vision.qwen2_vl import Qwen2VLImageProcessor, Qwen3VLVideoProcessor
 
@@ -36,6 +38,7 @@ FAMILIES = {
     "qwen3_5": "Qwen2VLImageProcessor",
     "qwen3_5_moe": "Qwen2VLImageProcessor",
     "mllama": "MllamaImageProcessor",
+    "gemma3": "Gemma3ImageProcessor",
 }
 """model_type of config.json -> image_processor_type of preprocessor_config.json, which may end in Fast or Pil."""
 
@@ -66,7 +69,8 @@ class Processor:
         inputs = processor.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
         ids = model.generate(**inputs.to("cuda"), max_new_tokens=99, eos_token_id=processor.tokenizer.chat_stop_ids)
 
-    tokenizer: the `Tokenizer`. image_processor: a `Qwen2VLImageProcessor` or `MllamaImageProcessor`.
+    tokenizer: the `Tokenizer`. image_processor: a `Qwen2VLImageProcessor`, `MllamaImageProcessor` or
+    `Gemma3ImageProcessor`.
     video_processor: a `Qwen2VLImageProcessor` with the limits for frames, from Qwen3-VL on a `Qwen3VLVideoProcessor`;
     None in a family without videos.
     image_token, video_token: the placeholders in a text.
@@ -76,7 +80,7 @@ class Processor:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        image_processor: Qwen2VLImageProcessor | MllamaImageProcessor,
+        image_processor: Qwen2VLImageProcessor | MllamaImageProcessor | Gemma3ImageProcessor,
         video_processor: Qwen2VLImageProcessor | None = None,
         *,
         chat_template: str | None = None,
@@ -84,11 +88,12 @@ class Processor:
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.video_processor = video_processor
-        self.image_token = "<|image|>" if isinstance(image_processor, MllamaImageProcessor) else "<|image_pad|>"
+        self.image_token = image_processor.image_token
         self.video_token = "<|video_pad|>" if video_processor else None
         self.chat_template = chat_template
         self._tokens: dict[str, int] = {}
-        for kind, token in (("image", self.image_token), ("video", self.video_token)):
+        others = ((token, token) for token in image_processor.other_tokens)
+        for kind, token in (("image", self.image_token), ("video", self.video_token), *others):
             index = None if token is None else tokenizer.token_to_id(token)
             if index is not None:
                 self._tokens[kind] = index
@@ -119,6 +124,10 @@ class Processor:
         template = _processor_template(folder)
         if family == "mllama":
             return cls(tokenizer, MllamaImageProcessor.from_config(image, where=where), chat_template=template)
+        if family == "gemma3":
+            nested = read_json(folder / "processor_config.json") if (folder / "processor_config.json").is_file() else {}
+            image = {**image, **{key: nested[key] for key in ("image_seq_length",) if key in nested}}
+            return cls(tokenizer, Gemma3ImageProcessor.from_config(image, where=where), chat_template=template)
         of_videos = Qwen2VLImageProcessor if family == "qwen2_vl" else Qwen3VLVideoProcessor
         frames = of_videos.from_config(video, video=True, where=f"{where} (videos)")
         return cls(tokenizer, Qwen2VLImageProcessor.from_config(image, where=where), frames, chat_template=template)
@@ -137,9 +146,9 @@ class Processor:
     ) -> ModelInputs:
         """The inputs of the model for one text or a list of texts.
 
-        Returns input_ids and attention_mask, int64 [B, S]. Qwen's models: also pixel_values and image_grid_thw for
-        images, pixel_values_videos and video_grid_thw for videos. Llama-3.2-Vision: also pixel_values,
-        aspect_ratio_ids, aspect_ratio_mask and cross_attention_mask for images.
+        Returns input_ids and attention_mask, int64 [B, S]. Gemma 3: also pixel_values for images. Qwen's models: also
+        pixel_values and image_grid_thw for images, pixel_values_videos and video_grid_thw for videos.
+        Llama-3.2-Vision: also pixel_values, aspect_ratio_ids, aspect_ratio_mask and cross_attention_mask for images.
 
         text: with one placeholder (`image_token`, `video_token`) for each image and video.
         images: for one text an image or a list of them; for several texts a list of lists, one for each text, or one
@@ -174,6 +183,15 @@ class Processor:
                     inputs["input_ids"], self._tokens["image"], tiles, self.image_processor.max_image_tiles
                 )
             return ModelInputs(inputs | pixels)
+        names = [f"image {place} of text {row}" for row, some in enumerate(images) for place in range(len(some))]
+        if isinstance(self.image_processor, Gemma3ImageProcessor):
+            squares: dict[str, Tensor] = {}
+            if names:
+                squares, counts = self.image_processor([image for some in images for image in some], names)
+                parts = iter(map(self.image_processor.text_of, counts))
+                expanded = [re.sub(re.escape(self.image_token), lambda _: next(parts), entry) for entry in texts]
+                rows = [self._encode(entry, add_special_tokens) for entry in expanded]
+            return ModelInputs(batch.padded(rows, padding_side, self.tokenizer.padding_id) | squares)
         clips = self._per_text("video", videos, rows)
         media: dict[str, Tensor] = {}
         if any(clips) and self.video_processor is not None:
@@ -184,7 +202,6 @@ class Processor:
                 grids = grids.repeat_interleave(grids[:, 0], 0).index_fill(1, torch.tensor(0), 1)
             rows = _repeat(rows, self._tokens["video"], self.video_processor, grids)
         if any(images):
-            names = [f"image {place} of text {row}" for row, some in enumerate(images) for place in range(len(some))]
             media |= self.image_processor([image for some in images for image in some], names)
             rows = _repeat(rows, self._tokens["image"], self.image_processor, media["image_grid_thw"])
         return ModelInputs(batch.padded(rows, padding_side, self.tokenizer.padding_id) | media)
@@ -269,7 +286,8 @@ class Processor:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         bos = self.tokenizer.files.named.get("bos_token")
         if not isinstance(self.image_processor, MllamaImageProcessor) or bos is None:
-            return self.tokenizer.encode(text, add_special_tokens)
+            has_bos = bos is not None and text.startswith(bos)
+            return self.tokenizer.encode(text, add_special_tokens and not has_bos)
         if add_special_tokens and bos not in text:
             # As Llama-3.2-Vision was trained: the images at the start come before BOS.
             start = 0

@@ -71,6 +71,8 @@ class Qwen2VLImageProcessor(PixelSettings):
 
     limits: ClassVar = {"image": IMAGE_LIMITS, "video": VIDEO_LIMITS}
     family_keys: ClassVar[set[str]] = _FAMILY_KEYS
+    image_token: ClassVar[str] = "<|image_pad|>"
+    other_tokens: ClassVar[tuple[str, ...]] = ()
 
     min_pixels: int = IMAGE_LIMITS[0]
     max_pixels: int = IMAGE_LIMITS[1]

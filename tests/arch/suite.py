@@ -87,6 +87,10 @@ def save_as_released(model, folder):
         if model.config.tie_word_embeddings:
             del tensors["lm_head.weight"]
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if family == "gemma3":  # a new tower loses the first level of its names
+        tensors = read_tensors(folder)
+        tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

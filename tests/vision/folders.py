@@ -50,6 +50,25 @@ MLLAMA = {
     "rescale_factor": 0.00392156862745098,
     "size": {"height": 560, "width": 560},
 }
+GEMMA3 = {
+    "do_convert_rgb": None,
+    "do_normalize": True,
+    "do_pan_and_scan": None,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_processor_type": "Gemma3ImageProcessor",
+    "image_seq_length": 256,
+    "image_std": [0.5, 0.5, 0.5],
+    "pan_and_scan_max_num_crops": None,
+    "pan_and_scan_min_crop_size": None,
+    "pan_and_scan_min_ratio_to_activate": None,
+    "processor_class": "Gemma3Processor",
+    "resample": 2,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"height": 896, "width": 896},
+}
+GEMMA3_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 QWEN_TOKENS += ("<|image_pad|>", "<|video_pad|>")
 MLLAMA_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -79,6 +98,17 @@ MLLAMA_TEMPLATE = """{{- bos_token }}
 {%- endfor %}{%- endif %}{{- '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
+
+GEMMA3_TEMPLATE = """{{- bos_token }}
+{%- for message in messages %}
+{{- '<start_of_turn>' + message['role'].replace('assistant', 'model') + '\n' }}
+{%- if message['content'] is string %}{{- message['content'] }}{%- else %}
+{%- for part in message['content'] %}
+{%- if part['type'] == 'image' %}{{- '<start_of_image>' }}{%- endif %}
+{%- if part['type'] == 'text' %}{{- part['text'] }}{%- endif %}
+{%- endfor %}{%- endif %}{{- '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}"""
 
 
 def _tokenizer(folder: Path, special: tuple[str, ...], **config: Any) -> None:
@@ -131,6 +161,18 @@ def mllama(folder: Path, **config: Any) -> Path:
     write(folder, "chat_template.jinja", MLLAMA_TEMPLATE)
     write(folder, "config.json", {"model_type": "mllama"})
     write(folder, "preprocessor_config.json", MLLAMA | config)
+    return folder
+
+
+def gemma3(folder: Path, **config: Any) -> Path:
+    tokens = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", *GEMMA3_TOKENS.values())
+    special = {"bos_token": "<bos>", "eos_token": "<end_of_turn>", "pad_token": "<pad>", **GEMMA3_TOKENS}
+    _tokenizer(folder, tokens, **special, extra_special_tokens=GEMMA3_TOKENS)
+    write(folder, "chat_template.jinja", GEMMA3_TEMPLATE)
+    write(folder, "config.json", {"model_type": "gemma3"})
+    write(folder, "preprocessor_config.json", GEMMA3 | config)
+    length = config.get("image_seq_length", 256)
+    write(folder, "processor_config.json", {"image_seq_length": length, "processor_class": "Gemma3Processor"})
     return folder
 
 

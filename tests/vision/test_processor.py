@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata
@@ -69,6 +70,21 @@ class TheirTimedVideos:
         return {**self.ours.videos(videos), "video_metadata": metadata}
 
 
+class TheirGemma3:
+    """transformers' processor, which has pan and scan off unless each call asks for it."""
+
+    def __init__(self, processor):
+        self.processor, self.save_pretrained = processor, processor.save_pretrained
+
+    def __call__(self, images=None, **options):
+        scan = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
+        return self.processor(images=images, **options, **(scan if images is not None else {}))
+
+    def apply_chat_template(self, messages, **options):
+        options["processor_kwargs"] = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
+        return self.processor.apply_chat_template(messages, **options)
+
+
 @pytest.fixture(scope="module")
 def qwen_folder(tmp_path_factory):
     return folders.qwen2_vl(tmp_path_factory.mktemp("qwen"), **SMALL)
@@ -108,6 +124,22 @@ def mllama(mllama_folder):
     return Processor.from_folder(mllama_folder), theirs
 
 
+@pytest.fixture(scope="module")
+def gemma3_folder(tmp_path_factory):
+    size = {"height": 32, "width": 32}
+    scan = dict(do_pan_and_scan=True, pan_and_scan_min_crop_size=16, pan_and_scan_max_num_crops=4)
+    scan["pan_and_scan_min_ratio_to_activate"] = 1.2
+    return folders.gemma3(tmp_path_factory.mktemp("gemma3"), size=size, **scan)
+
+
+@pytest.fixture(scope="module")
+def gemma3(gemma3_folder):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gemma3_folder)
+    images = Gemma3ImageProcessorPil.from_pretrained(gemma3_folder)
+    theirs = transformers.Gemma3Processor(images, tokenizer, chat_template=folders.GEMMA3_TEMPLATE)
+    return Processor.from_folder(gemma3_folder), TheirGemma3(theirs)
+
+
 def same(actual, expected, names):
     assert set(actual) == set(names)
     for name in names:
@@ -123,7 +155,13 @@ OF_QWEN = {
     "some without": (["plain text, and more of it", f"x {PAD}", "short"], [[], [DOG], []]),
     "none": (["plain", "a longer plain text"], None),
 }
+START = "<start_of_image>"
 BATCHES = {
+    "gemma3": {
+        "batch": ([f"a {START}", f"{START}\n\n{START}are these two the same?"], [[DOG], [CAT, OWL]]),
+        "some without": (["plain text, and more of it", f"x\n{START}\n", "short"], [[], [DOG], []]),
+        "none": (["plain", "a longer plain text"], None),
+    },
     "qwen3": OF_QWEN,
     "qwen": OF_QWEN,
     "mllama": {
@@ -136,6 +174,7 @@ BATCHES = {
     },
 }
 PIXELS = {
+    "gemma3": ["pixel_values"],
     "qwen3": ["pixel_values", "image_grid_thw"],
     "qwen": ["pixel_values", "image_grid_thw"],
     "mllama": ["pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"],
@@ -148,7 +187,7 @@ def test_inputs_are_those_of_transformers(family, case, side, request):
     ours, theirs = request.getfixturevalue(family)
     text, images = BATCHES[family][case]
     actual = ours(text, images, padding_side=side)
-    if family != "mllama" and images is not None:
+    if family not in ("mllama", "gemma3") and images is not None:
         images = [image for batch in images for image in batch]
     expected = theirs(text=list(text), images=images, padding=True, padding_side=side, return_tensors="pt")
     same(actual, expected, ["input_ids", "attention_mask", *(PIXELS[family] if images is not None else [])])
@@ -211,7 +250,7 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen", "qwen3", "mllama"])
+@pytest.mark.parametrize("family", ["qwen", "qwen3", "mllama", "gemma3"])
 @pytest.mark.parametrize("case", CHATS)
 def test_conversations_are_those_of_transformers(family, case, request):
     ours, theirs = request.getfixturevalue(family)
@@ -222,7 +261,8 @@ def test_conversations_are_those_of_transformers(family, case, request):
     expected = theirs.apply_chat_template(
         json_copy(chat), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
-    expected.pop("mm_token_type_ids", None)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        expected.pop(name, None)
     actual = ours.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     same(actual, expected, list(expected))
     assert json.dumps(chat, default=str) == before
@@ -326,7 +366,7 @@ def test_rates_that_are_none(qwen3, fps):
         qwen3[0](CLIP, None, [FILM], fps=fps)
 
 
-@pytest.mark.parametrize("family", ["qwen", "mllama"])
+@pytest.mark.parametrize("family", ["qwen", "mllama", "gemma3"])
 def test_both_generations_of_files(family, request, tmp_path):
     """processor_config.json as transformers 5 saves it gives the same processor as the files of the Hub."""
     ours, theirs = request.getfixturevalue(family)
@@ -354,7 +394,7 @@ def test_both_generations_of_files(family, request, tmp_path):
         assert (ours.video_processor.min_pixels, ours.video_processor.max_pixels) == (784, 784 * 12)
 
 
-@pytest.mark.parametrize("family", ["qwen", "mllama"])
+@pytest.mark.parametrize("family", ["qwen", "mllama", "gemma3"])
 def test_saved_folders_are_whole(family, request, tmp_path):
     ours = request.getfixturevalue(family)[0]
     ours.save(tmp_path)

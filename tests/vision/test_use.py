@@ -12,7 +12,7 @@ import transformers
 
 import ligermodels
 from ligermodels.cli import main
-from tests.arch import llama_vision, qwen2_vl as small_qwen2_vl, qwen3_vl as small_qwen3_vl
+from tests.arch import gemma3_vl as small_gemma3, llama_vision, qwen2_vl as small_qwen2_vl, qwen3_vl as small_qwen3_vl
 from tests.arch.suite import auto_class
 from tests.vision import folders
 
@@ -64,8 +64,17 @@ def mllama(folder: Path):
     return {**config, "image_token_index": rows}
 
 
+def gemma3(folder: Path):
+    folders.gemma3(folder, size={"height": 28, "width": 28}, image_seq_length=4)
+    tokenizer = ligermodels.Tokenizer.from_folder(folder)
+    keys = {"boi_token": "boi_token_index", "eoi_token": "eoi_token_index", "image_token": "image_token_index"}
+    ids = {keys[name]: tokenizer.token_to_id(token) for name, token in folders.GEMMA3_TOKENS.items()}
+    text = dict(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.token_to_id("<end_of_turn>"), **SIZES)
+    return small_gemma3.tiny(dict(image_size=28, patch_size=7), ids, **text)
+
+
 @pytest.fixture(
-    params=[qwen2_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, mllama], ids=lambda build: build.__name__
+    params=[qwen2_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, mllama, gemma3], ids=lambda build: build.__name__
 )
 def built(request, tmp_path):
     """(folder, transformers' model): a checkpoint of random weights that transformers wrote, with a processor."""
@@ -75,6 +84,8 @@ def built(request, tmp_path):
     for name, gate in model.named_parameters():
         if "gate" in name and gate.numel() == 1:
             torch.nn.init.constant_(gate, 0.7)
+        if name.endswith("mm_input_projection_weight"):  # which is 0 in a new model
+            torch.nn.init.normal_(gate, std=2.0)
     model.save_pretrained(tmp_path / "model")
     return tmp_path / "model", model
 
@@ -84,6 +95,8 @@ def said(model, inputs, length, stops) -> list[int]:
     inputs = dict(inputs)
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()
+    if "Gemma3" in type(model).__name__:
+        inputs["token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).long()
     out = model.generate(**inputs, do_sample=False, max_new_tokens=length, pad_token_id=0, eos_token_id=list(stops))
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 

@@ -16,6 +16,7 @@ causality aligned to the last key; windows; softcaps; padding without NaN; packe
 | S < K causal                           | fp32: memory-efficient kernel, boolean mask [1 or B, 1, S, K]     |
 | packed sequences without a mask, their | where `_one_by_one` says so, one batch per run of equal lengths,  |
 | lengths known to the host              | so that images and video frames get torch's first choice          |
+| together                               | torch's first choice, with a boolean mask [B, 1, S, K]            |
 | CPU; no Triton; D > 256; the rest      | torch's first choice, with a boolean mask where one is needed;    |
 |                                        | with a softcap `attention_reference`                              |
 
@@ -56,7 +57,7 @@ from ligermodels.kernels.attention._flash_attention import flash_attention
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None, softcap: float | None = None,
     scale: float | None = None, key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
+    max_seqlen: int | None = None, together: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The specification of `attention`, in fp32 (fp64 for fp64) with the scores in memory."""
     dtype, groups = accumulator(q.dtype), q.shape[2] // k.shape[2]
@@ -65,14 +66,15 @@ def attention_reference(
     scores = torch.einsum("bshd,bkhd->bhsk", q.to(dtype), k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    visible = _visible(q, k, causal, window, key_mask, cu_seqlens)
+    visible = _visible(q, k, causal, window, key_mask, cu_seqlens, together)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.einsum("bhsk,bkhd->bshd", weights, v).to(q.dtype)
 
 
 def _visible(
-    q: Tensor, k: Tensor, causal: bool, window: int | None, key_mask: Tensor | None, cu_seqlens: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, causal: bool, window: int | None, key_mask: Tensor | None, cu_seqlens: Tensor | None,
+    together: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Which query attends to which key: bool [B or 1, 1, S, K], at least one True per row."""
     length, num_keys = q.shape[1], k.shape[1]
     keys = torch.arange(num_keys, dtype=torch.int32, device=q.device)
@@ -80,12 +82,15 @@ def _visible(
     visible = torch.ones(length, num_keys, dtype=torch.bool, device=q.device)
     if causal:
         visible = visible & (keys <= aligned)
+    visible = visible[None, None]
+    if together is not None:
+        of_queries = together[:, None, num_keys - length :, None]
+        visible = visible | ((of_queries == together[:, None, None]) & (of_queries >= 0))
     if window is not None:
         visible = visible & (keys > aligned - window)
     if cu_seqlens is not None:
         sequence = torch.bucketize(keys, cu_seqlens[1:], right=True)
         visible = visible & (sequence == sequence[:, None])
-    visible = visible[None, None]
     if key_mask is not None:
         visible = visible & key_mask[:, None, None]
         # The softmax over no key, and its gradient, would be NaN: a query without a visible key attends to itself.
@@ -97,7 +102,7 @@ def _visible(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None, softcap: float | None = None,
     scale: float | None = None, key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, head_chunks: bool = False,
+    max_seqlen: int | None = None, head_chunks: bool = False, together: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(scale * q k^T) v over the keys that each query attends to: [B, S, HQ, D].
 
@@ -114,14 +119,16 @@ def attention(
     max_seqlen: at least the longest packed sequence; no engine here needs it.
     head_chunks: compute the heads of a long sequence in chunks, for less memory in the backward. Only for an output
         that goes to `kernels.linear`, which saves the chunks; anything else would save the whole output too.
+    together: integers [B, K]; tokens with the same number, 0 or more, also see those of them that come after, within
+        the window. By torch's engines with a boolean mask.
 
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
-    _check(q, k, v, causal, window, softcap, scale, key_mask, cu_seqlens)
+    _check(q, k, v, causal, window, softcap, scale, key_mask, cu_seqlens, together)
     length, num_keys = q.shape[1], k.shape[1]
     if cu_seqlens is not None and cu_seqlens.shape[0] == 2:  # a single sequence
         cu_seqlens = None
-    if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if cu_seqlens is not None and together is None and _is_known(cu_seqlens):
         runs, masked = _runs(cu_seqlens), not (window is softcap is key_mask is None)
         if not _triton_takes(q, softcap) or (_one_by_one(runs) and not masked):
             options: dict[str, Any] = dict(causal=causal, window=window, softcap=softcap, scale=scale)
@@ -132,14 +139,21 @@ def attention(
         start = num_keys - (length + window - 1)
         k, v, num_keys = k[:, start:], v[:, start:], num_keys - start
         key_mask = key_mask if key_mask is None else key_mask[:, start:]
+        together = together if together is None else together[:, start:]
     if window is not None and window >= num_keys:
         window = None
     options = dict(causal=causal, window=window, key_mask=key_mask, cu_seqlens=cu_seqlens)
-    plain = window is None and key_mask is None and cu_seqlens is None
+    if together is not None:
+        options |= {"together": together}
+    plain = window is key_mask is cu_seqlens is together is None
     everything = plain and (length == num_keys or not causal)
     small = q.numel() < 2**31  # beyond, cuDNN's gradients were wrong on an H200, torch 2.11
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if _triton_takes(q, softcap) and (softcap is not None or not ((everything and small) or length == 1)):
+    if (
+        together is None
+        and _triton_takes(q, softcap)
+        and (softcap is not None or not ((everything and small) or length == 1))
+    ):
         return flash_attention(q, k, v, softcap=softcap, scale=scale, **options)
     if softcap is not None or q.numel() == 0:
         if q.device.type != "cpu" and q.numel() and length > 1 and not torch.compiler.is_compiling():
@@ -153,6 +167,11 @@ def attention(
         chunked = head_chunks and not torch.compiler.is_compiling()
         return _by_head_chunks(q, k, v, causal, scale) if chunked else _sdpa(q, k, v, None, causal, scale)
     return _sdpa(q, k, v, _visible(q, k, **options), False, scale)
+
+
+def _is_known(cu_seqlens: Tensor) -> bool:
+    """Whether the host can read the bounds without waiting."""
+    return cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _one_by_one(runs: list[tuple[int, int]]) -> bool:
@@ -286,7 +305,7 @@ def _built_with_flash() -> bool:
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, softcap: float | None, scale: float | None,
-    key_mask: Tensor | None, cu_seqlens: Tensor | None,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, together: Tensor | None,
 ) -> None:  # fmt: skip
     of_q, of_k = q.shape, k.shape
     if (
@@ -313,6 +332,11 @@ def _check(
         raise InputError(
             f"attention: key_mask has {describe(key_mask)}, for {of_q[1]} queries and {of_k[1]} keys; expected "
             f"torch.bool {list(of_k[:2])} on {q.device}, one entry per key"
+        )
+    if together is not None and (together.shape != of_k[:2] or together.device != q.device):
+        raise InputError(
+            f"attention: together has {describe(together)}, for {of_k[1]} keys; expected integers {list(of_k[:2])} on "
+            f"{q.device}, one for each key"
         )
     if cu_seqlens is not None:
         if of_q[1] != of_k[1]:

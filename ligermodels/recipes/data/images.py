@@ -124,6 +124,9 @@ def add(
 
     text: has a placeholder for each image. mask: of its tokens. Raises InputError for an image that cannot be read.
     """
+    if processor.image_processor.other_tokens:
+        name = type(processor.image_processor).__name__
+        raise InputError(f"images: rows with images cannot be trained on with a {name} yet; leave them out")
     inputs = dict(processor(text, list(sources), add_special_tokens=False))
     ids, token = inputs.pop("input_ids")[0].tolist(), processor.tokenizer.token_to_id(processor.image_token)
     assert token is not None
