@@ -47,6 +47,13 @@ EXTRA = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
         "vision_config": {**QWEN3_TOWER, "deepstack_visual_indexes": [0]},
     },
+    "gemma3": {
+        "image_token_index": 47, "mm_tokens_per_image": 4,
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 8, "patch_size": 2,
+        },
+    },
     "qwen3_5": {
         "head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "full_attention_interval": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 0, 0]},

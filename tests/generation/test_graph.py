@@ -15,7 +15,7 @@ import ligermodels
 from ligermodels.generation import generate, generate_iter, graphs
 from ligermodels.layers.state import as_cache
 from ligermodels.training.lora import add_lora
-from tests.arch import llama_vision, qwen2_vl, qwen3_vl
+from tests.arch import gemma3_vl, llama_vision, qwen2_vl, qwen3_vl
 from tests.generation.models import family, llama, padded, prompt, with_large_weights
 from tests.tiny import FAMILIES
 
@@ -47,6 +47,14 @@ def test_every_family_writes_the_same(name, device, steps):
     if not getattr(model.config, "hidden_size_per_layer_input", 0):  # ids are looked up in a second table
         own["inputs_embeds"] = model.get_input_embeddings()(ids)
     assert_same_ids(model, steps, ids, attention_mask=mask, recomputed=recomputed, **own)
+
+
+def test_images_of_gemma_3(device, steps):
+    config = gemma3_vl.tiny()
+    model = with_large_weights(ligermodels.Gemma3VL.from_config(config, seed=0)).to(device)
+    for rows in ([[3, "image", 4]], [[3, "image", 2], [5], [2, "image", 1, "image"]]):
+        batch = {name: x.to(device) for name, x in gemma3_vl.inputs(rows, config, "left").items()}
+        assert_same_ids(model, steps, batch.pop("input_ids"), **batch)
 
 
 @pytest.mark.parametrize(

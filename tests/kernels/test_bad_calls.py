@@ -92,6 +92,7 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
         ("4 query heads must be a multiple of the 3 key", attention(Q, (2, 4, 3, 8))),
         ("window=0", attention(Q, K, window=0)),
         ("key_mask has shape \\(2, 5\\)", attention(Q, K, key_mask=torch.ones(2, 5) > 0)),
+        ("together has shape \\(2, 5\\)", attention(Q, K, together=torch.ones(2, 5))),
         ("end to end in one row", attention(Q, K, cu_seqlens=torch.tensor([0, 4]).int())),
         ("runs from 0 to 3", attention(*ONE, cu_seqlens=torch.tensor([0, 3]).int())),
     ],

@@ -21,7 +21,7 @@ from ligermodels.layers import moe
 from ligermodels.layers.base import fp32_layers, fp32_names
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, add_mtp, count_expert_loads, offload, update_router_biases
-from tests.arch import qwen2_vl, qwen3_vl, toy_family
+from tests.arch import gemma3_vl, qwen2_vl, qwen3_vl, toy_family
 from tests.arch.suite import suites
 from tests.parallel.ranks import results_of_ranks
 from tests.tiny import ExactRouter
@@ -87,6 +87,9 @@ FAMILIES = {
         linear_num_key_heads=4, linear_num_value_heads=8, full_attention_interval=2, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=24, output_router_logits=True,
         router_aux_loss_coef=0.5,
+    ),
+    "gemma3": gemma3_vl.tiny(
+        root={"image_token_index": gemma3_vl.IMAGE}, vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2
     ),
     "mllama": dict(
         model_type="mllama", image_token_index=VOCAB, vision_config=TOWER,
@@ -154,6 +157,9 @@ def batch(family, kind):
         ids[:, 4:10] = qwen2_vl.IMAGE
         made["image_grid_thw"] = torch.tensor([(1, 2 * h, 2 * w) for h, w in grids])
         made["pixel_values"] = torch.randn(ROWS * 24, 3 * 2 * 2 * 2, generator=draw)
+    elif family == "gemma3" and kind == "images":
+        ids[:, 4:8] = gemma3_vl.IMAGE
+        made["pixel_values"] = torch.randn(ROWS, 3, gemma3_vl.SIZE, gemma3_vl.SIZE, generator=draw)
     elif family == "mllama" and kind == "images":
         made["pixel_values"] = torch.randn(ROWS, 1, 4, 3, 8, 8, generator=draw)
         made["aspect_ratio_ids"] = torch.tensor([[1], [2], [5], [8]])

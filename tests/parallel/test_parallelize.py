@@ -29,7 +29,7 @@ an ulp. The roundings are as many and as large, and others."""
 
 IMAGES = {
     family: dict(kind="images")
-    for family in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "qwen3_5_moe_vl", "mllama")
+    for family in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "qwen3_5_moe_vl", "gemma3", "mllama")
 }
 WITHOUT_TP = ("mllama", "qwen3_5_one_key_head")
 PAIRS = ("fsdp2", "tp2", "cp2")
@@ -83,6 +83,7 @@ QUICK = [
     gradients("gemma2", "fsdp2", offloads=True),
     gradients("qwen2_vl", "cp2"),
     gradients("qwen3_vl", "tp2"),
+    *(gradients("gemma3", split) for split in PAIRS),
     gradients("qwen3_vl_moe", "fsdp2"),
     gradients("qwen3_vl_moe", "tp2"),
     gradients("qwen3_5_moe_vl", "fsdp2"),

@@ -70,7 +70,7 @@ def gemma3(folder: Path):
     keys = {"boi_token": "boi_token_index", "eoi_token": "eoi_token_index", "image_token": "image_token_index"}
     ids = {keys[name]: tokenizer.token_to_id(token) for name, token in folders.GEMMA3_TOKENS.items()}
     text = dict(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.token_to_id("<end_of_turn>"), **SIZES)
-    return small_gemma3.tiny(dict(image_size=28, patch_size=7), ids, **text)
+    return small_gemma3.tiny(dict(image_size=28, patch_size=7), ids, tie_word_embeddings=False, **text)
 
 
 @pytest.fixture(

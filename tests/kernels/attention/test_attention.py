@@ -35,7 +35,9 @@ def left_and_right_padding(num_keys, batch_size=2, device="cpu"):
     return mask[:batch_size].to(device)
 
 
-def by_hand(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None, segments=None):
+def by_hand(
+    q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None, segments=None, together=None
+):  # fmt: skip
     """One query, one head at a time, visible keys collected in a list."""
     batch_size, length, num_heads, size = q.shape
     num_keys, groups = k.shape[1], num_heads // k.shape[2]
@@ -45,7 +47,7 @@ def by_hand(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_
         keys = [
             j
             for j in range(num_keys)
-            if (not causal or j <= at)
+            if (not causal or j <= at or (together is not None and together[b, j] == together[b, at] >= 0))
             and (window is None or j > at - window)
             and (key_mask is None or key_mask[b, j])
             and (segments is None or segments[j] == segments[at])
@@ -67,6 +69,26 @@ def test_the_reference_is_the_definition(length, num_keys):
         _, q, k, v = inputs(max(length, num_keys), max(length, num_keys))
         q, k, v = q[:, :length], k[:, :num_keys], v[:, :num_keys]
         torch.testing.assert_close(attention_reference(q, k, v, **options), by_hand(q, k, v, **options))
+
+
+@pytest.mark.parametrize("length, num_keys", [(12, 12), (7, 12)])
+def test_tokens_that_see_each_other(length, num_keys, device):
+    """Those of an image, also beside padding, within windows shorter than it, in packed sequences, after a cache."""
+    together = torch.tensor([[-1, 0, 0, 0, 0, -1, 1, 1, 2, 2, 2, -1], [-1] * 5 + [3] * 6 + [-1]])
+    for window, softcap, masked in itertools.product([None, 3, 9], [None, 2.0], [False, True]):
+        options = {"window": window, "softcap": softcap, "key_mask": left_and_right_padding(12) if masked else None}
+        _, q, k, v = inputs(length, num_keys)
+        exact = by_hand(q, k, v, together=together, **options)
+        assert not torch.equal(exact, by_hand(q, k, v, **options))
+        options["key_mask"] = options["key_mask"].to(device) if masked else None
+        q, k, v, numbers = (x.to(device) for x in (q, k, v, together))
+        for op in (attention, attention_reference):
+            torch.testing.assert_close(op(q, k, v, together=numbers, **options).cpu(), exact)
+    if length == num_keys:
+        _, q, k, v = inputs(12, 12, batch_size=1)
+        ends, numbers = torch.tensor([0, 3, 12], dtype=torch.int32), together[:1]
+        exact = by_hand(q, k, v, segments=[0] * 3 + [1] * 9, together=numbers)
+        torch.testing.assert_close(attention(q, k, v, cu_seqlens=ends, together=numbers), exact)
 
 
 # Packed sequences.
