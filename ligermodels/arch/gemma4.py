@@ -1,4 +1,4 @@
-"""Gemma 4's text (E2B, E4B, 31B) and fine-tunes: Gemma 2's four norms around attention of two kinds.
+"""Gemma 4's text (E2B, E4B, 26B-A4B, 31B) and fine-tunes: Gemma 2's four norms around attention of two kinds.
 
 - Blocks with a window and full ones differ in head_dim, in the number of key heads and in rope. With
   `attention_k_eq_v` a full one has no v_proj: the values are the keys before their norm and rotation.
@@ -9,17 +9,19 @@
 - Per-layer embeddings: a second table and a projection of the embeddings give each block an input of its own. The table
   is looked up by ids, so that `inputs_embeds` are refused.
 - What leaves a block is multiplied by `layer_scalar`, a buffer, which is not trained.
+- With `enable_moe_block` (26B-A4B) experts stand beside the MLP: they and their router read the residual stream, and
+  the norms of both outputs are added. There is no balancing loss.
 
-Files have the sizes of full blocks as `global_head_dim` and `num_global_key_value_heads`, or as transformers 5 writes
-them in `per_layer_config`; the first are written, which it reads, too.
+The sizes of full blocks are `global_head_dim` and `num_global_key_value_heads`, which are written, or in files of
+transformers 5 `per_layer_config`.
 
 Checked against: models/gemma4/modeling_gemma4.py of transformers 5.24.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +33,8 @@ from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.inputs import TextInputs
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.kernels.linear.glu import glu
-from ligermodels.layers import Batch, Embedding, RMSNorm
-from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard, ones, saved_per_token
-from ligermodels.layers.fusion import linears_part
+from ligermodels.layers import Batch, Embedding, Experts, RMSNorm, ScaledRouter
+from ligermodels.layers.base import REPLICATED, Draw, Layer, Shard, ones, saved_per_token
 from ligermodels.layers.linear import apply_linear
 
 NORM: dict[str, Any] = dict(cast_before_weight=False)
@@ -70,6 +71,9 @@ class Gemma4Config(TextAlone, LayerTypesConfig):
     vocab_size_per_layer_input: int = 262144
     hidden_size_per_layer_input: int = 256
     enable_moe_block: bool = False
+    num_experts: int | None = None
+    top_k_experts: int | None = None
+    moe_intermediate_size: int | None = None
 
     @classmethod
     def _without_aliases(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,22 +83,19 @@ class Gemma4Config(TextAlone, LayerTypesConfig):
         names = {"head_dim": "global_head_dim"}
         if values.get("attention_k_eq_v"):
             names["num_key_value_heads"] = "num_global_key_value_heads"
-        by_layer = by_layer if isinstance(by_layer, Mapping) else {}
-        full = {str(i) for i, kind in enumerate(values.get("layer_types") or []) if kind == "full_attention"}
-        sizes = {repr(sorted(dict(of_layer).items())) for of_layer in by_layer.values()}
-        found = {names.get(name, name): value for of_layer in by_layer.values() for name, value in of_layer.items()}
-        told = {name: values.get(name) for name in found if values.get(name) is not None}
-        if (
-            {str(i).lstrip("0") or "0" for i in by_layer} != full
-            or len(sizes) != 1
-            or found.keys() - {*names.values()}
-            or told.items() - found.items()
-        ):
+        full = {i for i, kind in enumerate(values.get("layer_types") or []) if kind == "full_attention"}
+        try:
+            sizes = {int(i): {names[name]: size for name, size in of.items()} for i, of in by_layer.items()}
+            first = next(iter(sizes.values()))
+            fits = sizes == dict.fromkeys(full, first) and all(values.get(n) in (None, x) for n, x in first.items())
+        except (AttributeError, KeyError, StopIteration, ValueError):
+            fits = False
+        if not fits:
             raise ConfigError(
                 f"{cls.model_type}: per_layer_config={by_layer!r:.200} may give {' and '.join(names)} to the blocks of "
                 "full_attention, the same to each, and nothing else"
             )
-        return values | found
+        return values | first
 
     def default_layer_type(self, layer: int) -> str:
         return "full_attention" if (layer + 1) % 6 == 0 or layer + 1 == self.num_hidden_layers else "sliding_attention"
@@ -105,8 +106,8 @@ class Gemma4Config(TextAlone, LayerTypesConfig):
         self.hidden_act = self.hidden_activation
         if self.use_bidirectional_attention not in (None, "vision"):
             raise self._error("use_bidirectional_attention", "is not supported: this is a causal language model")
-        if self.enable_moe_block:
-            raise self._error("enable_moe_block", "is not supported: experts beside an MLP are not in the zoo yet")
+        if self.enable_moe_block and None in (self.num_experts, self.top_k_experts, self.moe_intermediate_size):
+            raise self._error("enable_moe_block", "needs num_experts, top_k_experts and moe_intermediate_size")
         if self.layer_types[-1] != "full_attention":
             raise self._error("layer_types", "must end with full_attention")
         if not {*self.layer_types} <= {*self.layer_types[: self.first_reader]}:
@@ -145,24 +146,18 @@ class Gemma4Block(ResidualBlock):
     """Attention and gated MLP, each between two norms, and the block's own embedding of the token."""
 
     carries, last_mlp = True, None  # a product ends the block; see recompute.py
+    recompute = False  # of the experts, as in `MoE`
     layer_scalar: Tensor
 
     def __init__(self, config: Gemma4Config, layer: int):
         super().__init__()
         size, norm = config.hidden_size, dict(eps=config.rms_norm_eps, **NORM)
         self.keys, self.input = config.rope(layer), f"input {layer}"  # their names in `carry`
-        self.self_attn = attention(
-            config,
-            layer,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            scale=1.0,
-            qk_norm=norm,
-            v_norm=norm | {"elementwise_affine": False},
-            keys_as_values=config.attention_k_eq_v and self.keys == "full",
-            **config.sharing(layer),
-        )
-        for name in ("k_proj", "v_proj", "o_proj"):  # in transformers' order of parameters
+        options: dict[str, Any] = dict(qkv_bias=config.attention_bias, o_bias=config.attention_bias, scale=1.0)
+        options |= dict(qk_norm=norm, v_norm=norm | {"elementwise_affine": False}, **config.sharing(layer))
+        options["keys_as_values"] = config.attention_k_eq_v and self.keys == "full"
+        self.self_attn = attention(config, layer, **options)
+        for name in ("k_proj", "v_proj", "o_proj"):  # after the norms, as in transformers' order of parameters
             if (module := self.self_attn._modules.pop(name, None)) is not None:
                 self.self_attn.add_module(name, module)
         self.mlp = gated_mlp(config.layer(layer))
@@ -176,6 +171,14 @@ class Gemma4Block(ResidualBlock):
             self.per_layer_input_gate = nn.Linear(size, self.width, bias=False)
             self.per_layer_projection = nn.Linear(self.width, size, bias=False)
             self.post_per_layer_input_norm = RMSNorm(size, **norm)
+        self.router = None
+        if config.enable_moe_block:
+            inner, experts = cast(Any, config.moe_intermediate_size), cast(Any, config.num_experts)
+            self.router = ScaledRouter(size, experts, top_k=cast(Any, config.top_k_experts), **norm)
+            self.experts = Experts(size, inner, num_experts=experts, activation=self.activation)
+            self.post_feedforward_layernorm_1 = RMSNorm(size, **norm)
+            self.post_feedforward_layernorm_2 = RMSNorm(size, **norm)
+            self.pre_feedforward_layernorm_2 = RMSNorm(size, **norm)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Any = None, carry: Any = None
@@ -183,13 +186,24 @@ class Gemma4Block(ResidualBlock):
         x, residual = self.input_layernorm(x, residual)
         x, added = self._attended(x, batch, cache, carry or {})
         x, residual = self.pre_feedforward_layernorm(self.post_attention_layernorm(x), residual)
-        x = self.post_feedforward_layernorm(self.mlp(x)) + residual
+        x = self.post_feedforward_layernorm(self._mixed(self.mlp(x), residual)) + residual
         return self._with_input(x, carry or {}) * self.layer_scalar, None, added
 
     def _attended(self, x: Tensor, batch: Batch, cache: Any, carry: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """The output of attention, and its keys if later blocks read them."""
         y = self.self_attn(x, batch, cache, carry.get(self.keys) if self.self_attn.reads_keys else None)
         return (y[0], {self.keys: y[1]}) if self.self_attn.gives_keys else (y, {})
+
+    def _mixed(self, y: Tensor, residual: Tensor) -> Tensor:
+        """The MLP's output y, with that of the experts."""
+        if self.router is None:
+            return y
+        normed, x = self.pre_feedforward_layernorm_2(residual), residual
+        if self.tp is not None:
+            normed, x = self.tp.all_gather(normed, 1), self.tp.all_gather(x, 1)
+        z = self.experts(normed.flatten(0, 1), *self.router(x.flatten(0, 1)), recompute=self.recompute).view(x.shape)
+        z = z if self.tp is None else self.tp.reduce_scatter(z, 1)
+        return self.post_feedforward_layernorm_1(y) + self.post_feedforward_layernorm_2(z)
 
     def _with_input(self, x: Tensor, carry: Mapping[str, Any]) -> Tensor:
         """x with what the block makes of its own embedding of the token."""
@@ -206,14 +220,13 @@ class Gemma4Block(ResidualBlock):
     def shards(self) -> Mapping[str, Shard]:
         return dict.fromkeys(("per_layer_input_gate", "per_layer_projection"), REPLICATED) if self.width else {}
 
-    def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
-        for name in self.shards():
-            yield linears_part(self, [name], at)
-
     def saved_per_token(self, policy: str) -> int:
-        """What is inside; of the own input the sum that the gate reads, the gate, the input, and their product."""
-        own = self.mlp.output_module.out_features + 3 * self.width if self.width else 0
-        return own + sum(saved_per_token(child, policy) for child in self.children())
+        """What is inside; of the own input the sum that the gate reads, the gate, the input, their product, and before
+        it was normed; of the chosen experts gate and up."""
+        saved = sum(saved_per_token(child, policy) for child in self.children())
+        if self.router is not None and policy == "none":
+            saved += 2 * self.router.top_k * self.experts.intermediate_size
+        return saved + (self.input_layernorm.hidden_size + 4 * self.width if self.width else 0)
 
 
 class Gemma4Decoder(Decoder, Layer):

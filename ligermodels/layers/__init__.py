@@ -23,6 +23,7 @@ from ligermodels.layers.moe import (
     Experts as Experts,
     MoE as MoE,
     Router as Router,
+    ScaledRouter as ScaledRouter,
     load_balancing_loss as load_balancing_loss,
 )
 from ligermodels.layers.mtp import MultiTokenPrediction as MultiTokenPrediction

@@ -144,8 +144,8 @@ class Attention(JointProjections):
         return (y, (k, v)) if self.gives_keys else y
 
     def new_state(self, rows: int, max_length: int, *, whole: bool, **options: Any) -> KeyValues | None:
-        """Keys and values of up to `max_length` tokens; with a window of the last ones, unless `whole`. None if it reads
-        those of an earlier layer."""
+        """Keys and values of up to `max_length` tokens; with a window of the last ones, unless `whole`; None where the
+        layer reads those of an earlier one."""
         if self.reads_keys:
             return None
         window = None if whole else self.window

@@ -12,11 +12,12 @@ from ligermodels.kernels.experts.experts import experts_of
 from ligermodels.kernels.experts.route import check_routing, route, weights_of
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand
-from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard, zeros
+from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard, ones, zeros
 from ligermodels.layers.fusion import linears_part, operand_kinds
 from ligermodels.layers.linear import apply_linear
 from ligermodels.layers.lora import Factor, scale_of
 from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.parallel import MeshGroup, local_shard, replicated
 from ligermodels.layers.quantized import QuantizedLinear
 
@@ -184,6 +185,39 @@ class Router(Adaptable):
         elif self.keep_fp32:
             weight = weight.to(x.dtype)
         return linears(x, [LinearOperand(weight, None, adapter)])
+
+
+class ScaledRouter(Layer):
+    """Gemma 4's router: x [T, hidden_size] -> the weights [T, top_k] and the experts [T, top_k] of each token.
+
+    x is normed without a weight and multiplied by `scale` and hidden_size ** -0.5. The largest of the softmax are made
+    to sum to 1, and multiplied by the `per_expert_scale` of each. norm: keyword arguments of the RMSNorm.
+    """
+
+    def __init__(self, hidden_size: int, num_experts: int, *, top_k: int, **norm: Any):
+        super().__init__()
+        check_routing(num_experts, top_k=top_k)
+        self.top_k, self.factor = top_k, hidden_size**-0.5
+        self.norm = RMSNorm(hidden_size, elementwise_affine=False, **norm)
+        self.proj = nn.Linear(hidden_size, num_experts, bias=False)
+        self.scale = nn.Parameter(torch.ones(hidden_size))
+        self.per_expert_scale = nn.Parameter(torch.ones(num_experts))
+
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.scale, ones)
+        draw(self.per_expert_scale, ones)
+
+    def shards(self) -> Mapping[str, Shard]:
+        return dict.fromkeys(("proj", "scale", "per_expert_scale"), REPLICATED)
+
+    def saved_per_token(self, policy: str) -> int:
+        """The normed row, what `proj` reads, and the scales of the chosen experts."""
+        return 2 * self.norm.hidden_size + self.top_k
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.norm(x) * replicated(self.scale, self.tp) * self.factor
+        weights, experts = route(apply_linear(self.proj, x), top_k=self.top_k)
+        return weights * replicated(self.per_expert_scale, self.tp)[experts.long()], experts
 
 
 class MoE(Layer):

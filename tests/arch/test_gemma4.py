@@ -31,12 +31,16 @@ class TestGemma4(Suite):
             num_hidden_layers=6, layer_types=[SLIDING, FULL] * 3, num_kv_shared_layers=3, use_double_wide_mlp=True,
             num_key_value_heads=1, hidden_size_per_layer_input=10,
         ),
+        "experts": tiny(
+            enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=20, attention_k_eq_v=True,
+        ),
         "untied_with_biases_and_gelu": tiny(
             tie_word_embeddings=False, attention_bias=True, hidden_activation="gelu", hidden_size_per_layer_input=6,
         ),
     }  # fmt: skip
-    ALSO = ("shared_keys",)
-    REAL = {"gemma-4-E2B": 4_628_569_344, "gemma-4-E4B": 7_463_013_376, "gemma-4-31B": 30_697_345_280}
+    ALSO = ("shared_keys", "experts")
+    REAL = {"gemma-4-E2B": 4_628_569_344, "gemma-4-E4B": 7_463_013_376, "gemma-4-31B": 30_697_345_280,
+            "gemma-4-26B-A4B": 25_233_141_760}  # fmt: skip
     SWITCHED_ON = dict(
         num_hidden_layers=4, layer_types=[SLIDING, FULL] * 2, num_kv_shared_layers=2, use_double_wide_mlp=True,
         head_dim=16, global_head_dim=24, attention_k_eq_v=True, num_global_key_value_heads=1, sliding_window=12,
@@ -114,6 +118,7 @@ class TestGemma4(Suite):
     (dict(per_layer_config={str(i): {"num_key_value_heads": 1} for i in (1, 3, 5)}), "may give head_dim to the blocks"),
     (dict(per_layer_config={str(i): {"head_dim": 16} for i in (1, 3, 5)}), "may give head_dim to the blocks of"),
     (dict(per_layer_config=[]), "per_layer_config"),
+    (dict(enable_moe_block=True), "enable_moe_block=True needs num_experts, top_k_experts and moe_intermediate_size"),
 ])  # fmt: skip
 def test_a_config_that_contradicts_itself_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):

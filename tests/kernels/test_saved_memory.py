@@ -30,6 +30,7 @@ CASES = {
     "qwen3": NORMS + HEADS + HEADS + KEY_HEADS,
     **dict.fromkeys(MIXTURES, NORMS + HEADS + ROUTED),
     "a router in fp32": NORMS + HEADS + ROUTED + 2,  # the logits of the chosen experts
+    "gemma4_text": NORMS + 4 + 2 * HEADS + 2,  # the norms of its own input among them, and of one key and value head
     "full_attention": NORMS + HEADS + HEADS + KEY_HEADS,
     "linear_attention": NORMS + 2 * HEADS,  # the decay of a head, and its norm
 }
@@ -42,7 +43,7 @@ def saved(family, policy, blocks, mixture, **changes):
     with mock.patch.object(block, "MoE", functools.partial(MoE, **mixture)):
         model = arch.from_config(arch.config_class.from_hf(config), dtype=torch.bfloat16).train()
     model.gradient_checkpointing_enable({"recompute": policy})
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    weights = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     kept, ids = {}, torch.randint(3, 90, (1, TOKENS))
 
     def keep(tensor):
@@ -62,6 +63,8 @@ def test_a_block_saves_what_its_layers_say(case, policy):
     """The difference of three and two blocks."""
     family = "mixtral" if case in MIXTURES else "qwen3_5_text" if case.endswith("_attention") else case
     changes = [{"layer_types": [case] * n} if case.endswith("_attention") else {} for n in (3, 2)]
+    if family == "gemma4_text":
+        changes = [{"layer_types": ["full_attention"] * n, "num_kv_shared_layers": 0} for n in (3, 2)]
     if family == "mixtral":  # the balancing loss is not of a block
         changes = [{"output_router_logits": False}] * 2
     (model, *more), (_, *fewer) = (

@@ -107,6 +107,9 @@ ALIKE = {"mistral": "llama", "gemma": "llama"}
 """Families whose layers are all those of another."""
 SUITES = suites({*ALIKE, *(config.get("model_type", family) for family, config in FAMILIES.items())})
 FAMILIES |= {family: SIZES | suite.SWITCHED_ON for family, suite in SUITES.items()}
+FAMILIES["gemma4_experts"] = FAMILIES["gemma4_text"] | dict(
+    model_type="gemma4_text", enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=20
+)
 SPLITS = {
     "fsdp2": dict(dp_shard=2),
     "tp2": dict(tp=2),

@@ -116,6 +116,8 @@ QUICK = [
     job("stepped", family="llama", split="tp2"),
     job("joint", family="llama_biased", split="tp2"),
     *(gradients(family, split) for family in SUITES for split in ("fsdp2", "tp2")),
+    gradients("gemma4_text", "cp2", kind="packed"),
+    gradients("gemma4_experts", "tp2", recompute="block"),
 ]
 TWO = [
     *all_families(*PAIRS),
