@@ -177,8 +177,8 @@ class Attention(JointProjections):
         yield FusionPart("scores", name, not name.startswith("attention_reference"), why)
 
     def saved_per_token(self, policy: str) -> int:
-        """q, k, v, and the output, which o_proj reads; with norms also their inputs; with a gate of the output the gate,
-        and the product, which o_proj then reads. The keys of an earlier layer are counted there."""
+        """q, k, v, and the output, which o_proj reads; with norms also their inputs; with a gate of the output the
+        gate, and the product, which o_proj then reads. The keys of an earlier layer are counted there."""
         queries = self.num_heads * self.head_dim
         keys = 0 if self.reads_keys else self.num_kv_heads * self.head_dim
         normed = (queries + keys) * (self.q_norm is not None)
@@ -187,15 +187,15 @@ class Attention(JointProjections):
 
     @property
     def _rows(self) -> tuple[int, ...]:
-        """The numbers of outputs of q, with its gate, of k and of v, as far as they are projected; under tensor parallel
-        a rank's."""
+        """The numbers of outputs of q, with its gate, of k and of v, as far as they are projected; under tensor
+        parallel a rank's."""
         keys = self.num_kv_heads * self.head_dim
         rows = self.num_heads * self.head_dim * (1 + self.output_gate), keys, keys
         return rows[: 1 if self.reads_keys else 2 if self.keys_as_values else 3]
 
     def _qkv(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Any]:
-        """q, k, v [B, S, heads, head_dim], rotated by the tables, if there are any, and the output gate or None. k and v
-        are None if they are those of an earlier layer."""
+        """q, k, v [B, S, heads, head_dim], rotated by the tables, if there are any, and the output gate or None. k and
+        v are None if they are those of an earlier layer."""
         inputs = self.joint_modules
         separate = torch.compiler.is_compiling() and len(inputs) > 1  # the compiler fuses what follows each
         operands = None if separate else operands_of(inputs)
