@@ -102,7 +102,7 @@ class Routed(ResidualBlock):
     ) -> tuple[Any, ...]:
         mlp: Any = self.mlp
         carry = carry or {}
-        if "replayed" in carry and isinstance(mlp, MoE):
+        if "replayed" in carry and hasattr(mlp, "choose"):  # not a dense MLP
             of_mlp["experts"] = carry["replayed"]
         y, residual = super().forward(x, residual, batch, cache, **of_mlp)
         x, *router_logits = y if isinstance(y, tuple) else (y,)
