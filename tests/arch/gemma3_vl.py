@@ -4,7 +4,7 @@ import torch
 
 from tests.arch.test_gemma3 import tiny as text_of
 
-IMAGE, SIZE, TOKENS = 96, 12, 4
+IMAGE, SIZE, TOKENS = 93, 12, 4
 VISION = dict(
     model_type="siglip_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
     image_size=SIZE, patch_size=2, vision_use_head=False,

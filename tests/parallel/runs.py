@@ -89,7 +89,7 @@ FAMILIES = {
         router_aux_loss_coef=0.5,
     ),
     "gemma3": gemma3_vl.tiny(
-        root={"image_token_index": gemma3_vl.IMAGE}, vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2
+        vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2
     ),
     "mllama": dict(
         model_type="mllama", image_token_index=VOCAB, vision_config=TOWER,
