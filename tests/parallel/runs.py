@@ -144,7 +144,9 @@ def make(family, trained="", **changes):
     with torch.no_grad():
         for name, weight in named_weights(model):
             if isinstance(weight, torch.nn.Parameter):
-                weight.requires_grad_(trained in name)
+                # Gemma 3's tower rotates nothing, so that a bias of k changes no score by more than rounding.
+                no_gradient = "vision_tower" in name and name.endswith("k_proj.bias")
+                weight.requires_grad_(trained in name and not no_gradient)
             if weight.dim() == 1:
                 weight.add_(torch.randn(weight.shape, generator=draw), alpha=0.2)
     return model
