@@ -42,7 +42,7 @@ NORM: dict[str, Any] = dict(cast_before_weight=False)
 
 @dataclass(kw_only=True)
 class Gemma4Config(TextAlone, LayerTypesConfig):
-    """config.json of model_type gemma4_text."""
+    """config.json of model_type gemma4_text, or the text_config of one of model_type gemma4."""
 
     model_type: ClassVar[str] = "gemma4_text"
     architecture: ClassVar[str] = "Gemma4ForCausalLM"
@@ -53,6 +53,11 @@ class Gemma4Config(TextAlone, LayerTypesConfig):
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
 
+    vocab_size: int = 262144
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 30
+    num_attention_heads: int = 8
     num_key_value_heads: int = 4
     head_dim: int = 256
     global_head_dim: int = 512
@@ -62,6 +67,9 @@ class Gemma4Config(TextAlone, LayerTypesConfig):
     max_position_embeddings: int = 131072
     tie_word_embeddings: bool = True
     attention_bias: bool = False
+    bos_token_id: int | None = 2
+    eos_token_id: int | list[int] | None = 1
+    pad_token_id: int | None = 0
     sliding_window: int | None = 512
     final_logit_softcapping: float | None = None
     use_bidirectional_attention: str | None = None  # "vision": of the tokens of an image

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 import ligermodels
 from ligermodels.arch.gemma4 import Gemma4Config
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.generation import graphs
 from tests.arch.suite import Suite, check_compiled, read_tensors, rope, tiny_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -86,9 +87,18 @@ class TestGemma4(Suite):
             found.append([parameter.grad for parameter in model.parameters()])
         assert all(map(torch.equal, *found))
 
-    def test_blocks_that_read_an_earlier_ones_keys_compile(self, written):
-        model = self.arch.from_hub(written(self.TINY["shared_keys"]), progress=False).train()
+    @pytest.mark.parametrize("name", ALSO)
+    def test_shared_keys_and_experts_compile(self, name, written):
+        model = self.arch.from_hub(written(self.TINY[name]), progress=False).train()
         check_compiled(model, torch.randint(3, 90, (2, 24)))
+
+    def test_a_draft_of_several_tokens_reads_the_keys_of_all(self, written, monkeypatch):
+        model = self.arch.from_hub(written(self.TINY["shared_keys"]), progress=False)
+        ids = torch.randint(3, 90, (1, 12))
+        expected = model.generate(ids, max_new_tokens=40, eos_token_id=[])
+        monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"})
+        found = model.generate(ids, max_new_tokens=40, eos_token_id=[], prompt_lookup_num_tokens=3)
+        assert torch.equal(found, expected)
 
     def test_the_text_of_a_released_checkpoint(self, hf, folder, model, ids, tmp_path):
         """Of one with images, whose names have a prefix, with weights for keys that no block reads."""

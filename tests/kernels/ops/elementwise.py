@@ -136,7 +136,7 @@ def rope_in_place(qkv, cos, sin, **options):
 
 
 def rotation(call, reference, eager, *, packed: bool) -> Op:
-    def make(m, rows, *, kv_heads, groups, dim, share=1.0, scale=1.0, positions=None):
+    def make(m, rows, *, kv_heads, groups, dim, share=1.0, scale=1.0, positions=None, alone=False):
         batch = 2 if rows % 2 == 0 and rows else 1
         length, heads, rotary = rows // batch, kv_heads * groups, max(2, int(dim * share) // 2 * 2)
         if positions is None:
@@ -146,7 +146,7 @@ def rotation(call, reference, eager, *, packed: bool) -> Op:
         if packed:
             qkv = m(batch, length, (heads + 2 * kv_heads) * dim, scale=scale)
             return Case({"qkv": qkv} | tables, {"num_heads": heads, "num_kv_heads": kv_heads})
-        q, k = (m(batch, length, n, dim, scale=scale) for n in (heads, kv_heads))
+        q, k = (m(batch, length, n, dim, scale=scale) for n in (heads, 0 if alone else kv_heads))
         return Case({"q": q, "k": k} | tables, {})
 
     def huge(m):
@@ -172,7 +172,7 @@ def rotation(call, reference, eager, *, packed: bool) -> Op:
             "values of 1e4": lambda m: make(m, 6, scale=1e4, **usual),
             "position zero": lambda m: make(m, 6, positions=torch.zeros(1, 3, device=m.device), **usual),
             "far positions": lambda m: make(m, 6, positions=m.integers(10**6, 10**7, 1, 3), **usual),
-        },
+        } | ({} if packed else {"no key heads": lambda m: make(m, 6, alone=True, **usual)}),
         past_2_31=huge,
     )  # fmt: skip
 
