@@ -122,10 +122,12 @@ class Gemma4Config(TextAlone, LayerTypesConfig):
             raise self._error(
                 "num_kv_shared_layers", "leaves blocks no block of their kind before them to read keys of"
             )
-        for layer in range(self.num_hidden_layers):
-            sizes = self.layer(layer)
-            if sizes.num_attention_heads % sizes.num_key_value_heads or sizes.head_dim % 2:
-                raise self._error("global_head_dim", "must be even, and the number of heads a multiple of key heads")
+        if self.global_head_dim % 2:
+            raise self._error("global_head_dim", "must be even: the rotary embedding rotates pairs of dimensions")
+        if self.attention_k_eq_v and self.num_attention_heads % (self.num_global_key_value_heads or 1):
+            raise self._error(
+                "num_global_key_value_heads", f"must divide num_attention_heads {self.num_attention_heads}"
+            )
 
     @property
     def first_reader(self) -> int:

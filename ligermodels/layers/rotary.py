@@ -54,7 +54,7 @@ class RotaryEmbedding(nn.Module):
     """cos and sin of every position.
 
     forward(position_ids, integers [B or 1, S]) -> (cos, sin), fp32 [B or 1, S, R/2] with
-    R = int(head_dim * partial_rotary_factor), of "proportional" R = head_dim: one entry per pair of dims, for
+    R = int(head_dim * partial_rotary_factor), for "proportional" head_dim: one entry per pair of dims, for
     `ligermodels.kernels.rope`. With `sections`, also for position_ids [len(sections), B or 1, S]; [B, S] then stands
     for all sections.
     forward(x, position_ids) -> (cos, sin), [B or 1, S, R] in the dtype of x: each entry twice, as in transformers.

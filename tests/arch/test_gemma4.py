@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 import ligermodels
@@ -100,6 +101,13 @@ class TestGemma4(Suite):
         found = model.generate(ids, max_new_tokens=40, eos_token_id=[], prompt_lookup_num_tokens=3)
         assert torch.equal(found, expected)
 
+    def test_a_cache_of_transformers_has_no_layer_for_shared_keys(self, written):
+        model = self.arch.from_hub(written(self.TINY["shared_keys"]), progress=False)
+        ids, options = torch.randint(3, 90, (2, 12)), dict(max_new_tokens=20, eos_token_id=[])
+        expected = model.generate(ids, **options).repeat_interleave(2, 0)
+        options |= dict(num_return_sequences=2, do_sample=True, top_k=1, past_key_values=transformers.DynamicCache())
+        assert torch.equal(model.generate(ids, **options), expected)
+
     def test_the_text_of_a_released_checkpoint(self, hf, folder, model, ids, tmp_path):
         """Of one with images, whose names have a prefix, with weights for keys that no block reads."""
         config = json.loads((folder / "config.json").read_text())
@@ -123,6 +131,7 @@ class TestGemma4(Suite):
     (dict(layer_types=[FULL, SLIDING] * 3), "layer_types=.* must end with full_attention"),
     (dict(use_bidirectional_attention="all"), "use_bidirectional_attention='all' is not supported"),
     (dict(global_head_dim=7), "global_head_dim=7 must be even"),
+    (dict(attention_k_eq_v=True, num_global_key_value_heads=3), "num_global_key_value_heads=3 must divide"),
     (dict(per_layer_config={"1": {"head_dim": 12}}), "per_layer_config=.* may give head_dim to the blocks of full"),
     (dict(per_layer_config={str(i): {"head_dim": i} for i in (1, 3, 5)}), "the same to each, and nothing else"),
     (dict(per_layer_config={str(i): {"num_key_value_heads": 1} for i in (1, 3, 5)}), "may give head_dim to the blocks"),
