@@ -36,7 +36,10 @@ from tests.kernels.seen import adding_in_place
 
 BLOCKS, PARTS = 8, 6
 each_op = pytest.mark.parametrize("name", OPS)
-each_on_a_cpu = pytest.mark.parametrize("name", [name for name in OPS if name != "flash_attention"])  # a kernel alone
+each_on_a_cpu = pytest.mark.parametrize(
+    "name",
+    [name for name in OPS if name not in ("flash_attention", "unfused_attention")],  # which are kernels alone
+)
 
 
 def some_in_turn(count: int) -> list:

@@ -23,6 +23,7 @@ all layers share them.
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,15 +34,12 @@ from torch import Tensor
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     HAS_TRITON,
-    INTERPRET,
     accumulator,
     cdiv,
-    is_datacenter,
     next_power_of_2,
     once_differentiable,
     tl,
     triton,
-    use_triton,
 )
 from ligermodels.kernels.attention._flash_kernels import (
     LOG2E,
@@ -59,8 +57,6 @@ if HAS_TRITON:
 WORKSPACE = 2**30
 """Bytes of P, and of dS, at a time. More is faster in the backward of long texts, whose dk and dv then have fewer
 parts."""
-MIN_QUERIES = 1024
-"""Fewer have too few tiles to fill a GPU, and torch's engines are faster. Not tuned."""
 _TILE = {2: 128, 4: 64, 8: 64}
 """Queries, and keys, of a tile of P, by the bytes of an element. 128 is the fastest on an H200."""
 # (columns, step of the inner dimension, warps, stages). The fastest on an H200; those of fp32 were not timed.
@@ -69,8 +65,6 @@ _HALF = {
     "dkdv": (128, 64, 4, 3),
 }  # fmt: skip
 _EXACT = dict.fromkeys(_HALF, (64, 32, 4, 2))
-_PRODUCTS = 2
-"""Of dv and dk, how many a launch makes."""
 _ROWS_AT_A_TIME = 8
 """Tiles of rows whose programs run at the same time, and so read a tile of keys from the L2 cache."""
 
@@ -121,14 +115,6 @@ def _table_kernel(
 
 
 @triton.jit
-def _head(first_unit, local, HQ: tl.constexpr, HK: tl.constexpr):
-    """(row of the batch, key head, query head) of the local-th query head of a chunk."""
-    GROUP: tl.constexpr = HQ // HK
-    unit = first_unit + local // GROUP
-    return unit // HK, unit % HK, unit % HK * GROUP + local % GROUP
-
-
-@triton.jit
 def _row(rows_ptr, i, first_row, end_row, tiles):
     """Of a tile of rows: (place of its first tile in the chunk, first tile of keys, how many). None where the chunk has
     more than `tiles` tiles, which happens where a packed sequence is longer than max_seqlen."""
@@ -145,26 +131,25 @@ def _row(rows_ptr, i, first_row, end_row, tiles):
 
 @triton.jit
 def _product(
-    a_tma, b_tma, b, m, a_head, n, b_head, D: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    a_tma, b_tma, m, a_col, n, b_col, D: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of a b^T over the dims of a head."""
     total = tl.zeros([TILE, TILE], ACC)
     for c in tl.range(0, D, BLOCK_K):
-        x = a_tma.load([b, m, a_head, c]).reshape(TILE, BLOCK_K)
-        y = b_tma.load([b, n, b_head, c]).reshape(TILE, BLOCK_K)
+        x, y = a_tma.load([m, a_col + c]), b_tma.load([n, b_col + c])
         total = tl.dot(x, y.T, total, input_precision=PRECISION, out_dtype=ACC)
     return total
 
 
 @triton.jit
 def _visible(
-    m, n, b, mask_ptr, counts_ptr, ends_ptr, S, K, window, CAUSAL: tl.constexpr, TILE: tl.constexpr
+    m, n, mask_ptr, counts_ptr, ends_ptr, S, K, window, CAUSAL: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Which of a tile's keys its queries attend to; a query without a visible key attends to itself."""
     queries = tl.minimum(m + tl.arange(0, TILE), S - 1)
     lo, hi = keys_of(queries, S, K, window, ends_ptr, CAUSAL)
-    visible = visible_keys(n, b, lo, hi, mask_ptr, K, TILE)
+    visible = visible_keys(n, n * 0, lo, hi, mask_ptr, K, TILE)
     if mask_ptr is not None:
         empty = tl.load(counts_ptr + 2 + hi) - tl.load(counts_ptr + 2 + lo) == hi - lo
         self_key = tl.where(empty, tl.maximum(queries + K - S, 0), -1)
@@ -172,10 +157,10 @@ def _visible(
     return visible
 
 
-@triton.jit(do_not_specialize=["S", "K", "window", "first_unit", "first_row", "end_row", "tiles"])
+@triton.jit(do_not_specialize=["S", "K", "window", "first_head", "first_row", "end_row", "tiles"])
 def _weights_kernel(
     p_tma, ds_tma, high_ptr, sum_ptr, q_tma, k_tma, do_tma, v_tma, lse_ptr, delta_ptr,
-    mask_ptr, counts_ptr, ends_ptr, rows_ptr, tiles_ptr, S, K, window, first_unit, first_row, end_row, tiles,
+    mask_ptr, counts_ptr, ends_ptr, rows_ptr, tiles_ptr, S, K, window, first_head, first_row, end_row, tiles,
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, BACKWARD: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -191,25 +176,23 @@ def _weights_kernel(
     at = start + pid // GROUP % tiles
     if (at < end) & (end - start <= tiles):
         local = pid // (GROUP * tiles) * GROUP + pid % GROUP
-        b, kv_head, head = _head(first_unit, local, HQ, HK)
+        head = first_head * GROUP + local
         i, j = tl.load(tiles_ptr + 2 * at), tl.load(tiles_ptr + 2 * at + 1)
         place = (local * tiles + tl.load(rows_ptr + 2 * i + 1) + j - start) * TILE
         m, n = i * TILE, j * TILE
         rows = m + tl.arange(0, TILE)
-        s = _product(q_tma, k_tma, b, m, head, n, kv_head, D, TILE, BLOCK_K, ACC, PRECISION)
-        if counts_ptr is not None:
-            counts_ptr += b.to(tl.int64) * (K + 3)
+        s = _product(q_tma, k_tma, m, head * D, n, head // GROUP * D, D, TILE, BLOCK_K, ACC, PRECISION)
         _, full_end = keys_of(m, S, K, window, ends_ptr, CAUSAL)
         full_begin, _ = keys_of(tl.minimum(m + TILE, S) - 1, S, K, window, ends_ptr, CAUSAL)
         if (n < full_begin) | (n + TILE > full_end) | (num_hidden(counts_ptr, n, n + TILE, K) > 0):
-            visible = _visible(m, n, b, mask_ptr, counts_ptr, ends_ptr, S, K, window, CAUSAL, TILE)
+            visible = _visible(m, n, mask_ptr, counts_ptr, ends_ptr, S, K, window, CAUSAL, TILE)
             s = tl.where(visible, s, float("-inf"))
         if BACKWARD:
-            statistics = (b.to(tl.int64) * HQ + head) * S + rows
+            statistics = head.to(tl.int64) * S + rows
             lse = tl.load(lse_ptr + statistics, mask=rows < S, other=float("inf"))
             p = tl.exp2((s * FACTOR - lse[:, None]).to(ACC)).to(dtype)
             p_tma.store([place, 0], p)
-            dp = _product(do_tma, v_tma, b, m, head, n, kv_head, D, TILE, BLOCK_K, ACC, PRECISION)
+            dp = _product(do_tma, v_tma, m, head * D, n, head // GROUP * D, D, TILE, BLOCK_K, ACC, PRECISION)
             delta = tl.load(delta_ptr + statistics, mask=rows < S, other=0.0)
             ds = p.to(ACC) * (dp - delta[:, None]).to(ACC)
             ds_tma.store([place, 0], ds.to(dtype))
@@ -233,9 +216,9 @@ def _log_sum(high_ptr, sum_ptr, at, count, ACC: tl.constexpr, TILE: tl.constexpr
     return high.to(dtype) + tl.log2(total.to(dtype))
 
 
-@triton.jit(do_not_specialize=["S", "first_unit", "first_row", "end_row", "tiles"])
+@triton.jit(do_not_specialize=["S", "first_head", "first_row", "end_row", "tiles"])
 def _values_kernel(
-    o_ptr, lse_ptr, p_tma, high_ptr, sum_ptr, v_tma, rows_ptr, S, first_unit, first_row, end_row, tiles,
+    o_ptr, lse_ptr, p_tma, high_ptr, sum_ptr, v_tma, rows_ptr, S, first_head, first_row, end_row, tiles,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -249,14 +232,14 @@ def _values_kernel(
     pid = tl.program_id(0)
     i = end_row - 1 - pid // PARTS % (end_row - first_row)
     local, col = pid // PARTS // (end_row - first_row), pid % PARTS * COLUMNS
-    b, kv_head, head = _head(first_unit, local, HQ, HK)
+    head = first_head * (HQ // HK) + local
     offset, first, count = _row(rows_ptr, i, first_row, end_row, tiles)
     place = local * tiles + offset
     rows = i * TILE + tl.arange(0, TILE)
     at = place * TILE + tl.arange(0, TILE)
     lse = _log_sum(high_ptr, sum_ptr, at, count, ACC, TILE, lse_ptr.dtype.element_ty)
     lse = tl.where(count > 0, lse, float("nan"))
-    tl.store(lse_ptr + (b.to(tl.int64) * HQ + head) * S + rows, lse, mask=rows < S)
+    tl.store(lse_ptr + head.to(tl.int64) * S + rows, lse, mask=rows < S)
     acc = tl.zeros([TILE, COLUMNS], ACC)
     high, unit, of_tile = tl.full([TILE], -1e30, ACC), tl.full([TILE], -1e30, ACC), tl.load(high_ptr + at)
     for n in tl.range(first * TILE, (first + count) * TILE, BLOCK_K):
@@ -267,23 +250,23 @@ def _values_kernel(
             following = tl.minimum(n // TILE + 1 - first, count - 1)
             unit, of_tile = lifted, tl.load(high_ptr + at + following * TILE)
         p = p_tma.load([(place + n // TILE - first) * TILE, n % TILE])
-        v = v_tma.load([b, n, kv_head, col]).reshape(BLOCK_K, COLUMNS)
+        v = v_tma.load([n, head // (HQ // HK) * D + col])
         acc = tl.dot(p, v, acc, input_precision=PRECISION, out_dtype=ACC)
     acc = acc * tl.exp2((unit - lse).to(ACC))[:, None]
-    _store(o_ptr, acc, b, i * TILE, head, col, S, HQ, D)
+    _store(o_ptr, acc, i * TILE, head, col, S, HQ, D)
 
 
 @triton.jit
-def _addresses(b, start, head, col, limit, H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Where a contiguous [B, limit, H, D] has a tile, and which of it is inside."""
+def _addresses(start, head, col, limit, H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where a contiguous [limit, H, D] has a tile, and which of it is inside."""
     rows, cols = start + tl.arange(0, TILE), col + tl.arange(0, COLUMNS)
-    at = ((b.to(tl.int64) * limit + rows) * H + head)[:, None] * D + cols[None, :]
+    at = (rows.to(tl.int64) * H + head)[:, None] * D + cols[None, :]
     return at, (rows < limit)[:, None] & (cols < D)[None, :]
 
 
 @triton.jit
-def _store(target, tile, b, start, head, col, limit, H: tl.constexpr, D: tl.constexpr):
-    at, inside = _addresses(b, start, head, col, limit, H, D, tile.shape[0], tile.shape[1])
+def _store(target, tile, start, head, col, limit, H: tl.constexpr, D: tl.constexpr):
+    at, inside = _addresses(start, head, col, limit, H, D, tile.shape[0], tile.shape[1])
     tl.store(target + at, tile.to(target.dtype.element_ty), mask=inside)
 
 
@@ -299,9 +282,9 @@ def _delta_kernel(
     tl.store(delta_ptr + (b * HQ + head) * S + row, tl.sum(o * do, 0))
 
 
-@triton.jit(do_not_specialize=["S", "first_unit", "first_row", "end_row", "tiles"])
+@triton.jit(do_not_specialize=["S", "first_head", "first_row", "end_row", "tiles"])
 def _dq_kernel(
-    dq_ptr, ds_tma, k_tma, rows_ptr, S, first_unit, first_row, end_row, tiles, SCALE: tl.constexpr,
+    dq_ptr, ds_tma, k_tma, rows_ptr, S, first_head, first_row, end_row, tiles, SCALE: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -311,84 +294,85 @@ def _dq_kernel(
     pid = tl.program_id(0)
     i = end_row - 1 - pid // PARTS % (end_row - first_row)
     local, col = pid // PARTS // (end_row - first_row), pid % PARTS * COLUMNS
-    b, kv_head, head = _head(first_unit, local, HQ, HK)
+    head = first_head * (HQ // HK) + local
     offset, first, count = _row(rows_ptr, i, first_row, end_row, tiles)
     place = local * tiles + offset - first
     acc = tl.zeros([TILE, COLUMNS], ACC)
     for n in tl.range(first * TILE, (first + count) * TILE, BLOCK_K):
         ds = ds_tma.load([(place + n // TILE) * TILE, n % TILE])
-        k = k_tma.load([b, n, kv_head, col]).reshape(BLOCK_K, COLUMNS)
+        k = k_tma.load([n, head // (HQ // HK) * D + col])
         acc = tl.dot(ds, k, acc, input_precision=PRECISION, out_dtype=ACC)
-    _store(dq_ptr, acc * SCALE, b, i * TILE, head, col, S, HQ, D)
+    _store(dq_ptr, acc * SCALE, i * TILE, head, col, S, HQ, D)
 
 
-@triton.jit(do_not_specialize=["S", "K", "window", "first_unit", "units", "first_row", "end_row", "tiles"])
+@triton.jit(do_not_specialize=["S", "K", "window", "first_head", "heads", "first_row", "end_row", "tiles"])
 def _dkdv_kernel(
     dv_ptr, dk_ptr, sums_ptr, p_tma, ds_tma, do_tma, q_tma, rows_ptr, ends_ptr,
-    S, K, window, first_unit, units, first_row, end_row, tiles, SCALE: tl.constexpr, CAUSAL: tl.constexpr,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PRODUCTS: tl.constexpr, TILE: tl.constexpr,
+    S, K, window, first_head, heads, first_row, end_row, tiles, SCALE: tl.constexpr, CAUSAL: tl.constexpr,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dv = P^T do, or dk = scale * dS^T q: COLUMNS dims of a tile of keys, over all query heads of the key head.
+    """dv = P^T do, or dk = scale * dS^T q: COLUMNS dims of a tile of keys, over all query heads of the key head; the
+    first keys, which most rows see, first.
 
-    PRODUCTS: 2 for both; 1 for the first of each pair of arguments, times SCALE. sums_ptr: ACC
-    [PRODUCTS, K, D], what the chunks before have added up for keys that later chunks see too; None for one chunk.
+    sums_ptr: [2, K, D], what the chunks before have added up for keys that later chunks see too; None for one chunk.
     """
     ACC: tl.constexpr = tl.float64 if p_tma.dtype == tl.float64 else tl.float32
     GROUP: tl.constexpr = HQ // HK
-    PARTS: tl.constexpr = PRODUCTS * ((D + COLUMNS - 1) // COLUMNS)
+    PARTS: tl.constexpr = 2 * ((D + COLUMNS - 1) // COLUMNS)
     pid = tl.program_id(0)
-    product, col = pid % PRODUCTS, pid % PARTS // PRODUCTS * COLUMNS
-    local, j = pid // PARTS % units, pid // PARTS // units
-    out_ptr, weights_tma, x_tma = dv_ptr, p_tma, do_tma
-    if PRODUCTS == 2:  # a constant, as `and` with a tensor is not  # noqa: SIM102
-        if product == 1:
-            out_ptr, weights_tma, x_tma = dk_ptr, ds_tma, q_tma
-    b, kv_head, _ = _head(first_unit, local * GROUP, HQ, HK)
+    local, j, col = pid // PARTS % heads, pid // PARTS // heads, pid % PARTS // 2 * COLUMNS
+    if pid % 2 == 0:
+        out_ptr, weights_tma, x_tma = dv_ptr, p_tma, do_tma
+    else:
+        out_ptr, weights_tma, x_tma = dk_ptr, ds_tma, q_tma
+    kv_head = first_head + local
     start = tl.load(rows_ptr + 2 * first_row)
     begin, _ = queries_of(j * TILE, S, K, window, ends_ptr, CAUSAL)
     _, end = queries_of(tl.minimum(j * TILE + TILE, K) - 1, S, K, window, ends_ptr, CAUSAL)
     begin, end = begin // TILE, tl.cdiv(end, TILE)
     here, stop = tl.maximum(begin, first_row), tl.minimum(end, end_row)
     acc = tl.zeros([TILE, COLUMNS], ACC)
+    base = tl.load(rows_ptr + 2 * here + 1)  # a step ahead: a load that others wait for would not be pipelined
     for step in tl.range(0, tl.maximum(stop - here, 0) * (TILE // BLOCK_K) * GROUP):
         g, m = step % GROUP, here * TILE + step // GROUP * BLOCK_K
-        place = (local * GROUP + g) * tiles + tl.load(rows_ptr + m // TILE * 2 + 1) + j - start
+        place = (local * GROUP + g) * tiles + base + j - start
         weights = weights_tma.load([place * TILE + m % TILE, 0])
-        x = x_tma.load([b, m, kv_head * GROUP + g, col]).reshape(BLOCK_K, COLUMNS)
+        x = x_tma.load([m, (kv_head * GROUP + g) * D + col])
+        base = tl.load(rows_ptr + (here * TILE + (step + 1) // GROUP * BLOCK_K) // TILE * 2 + 1)
         acc = tl.dot(weights.T, x, acc, input_precision=PRECISION, out_dtype=ACC)
-    if product == PRODUCTS - 1:
+    if pid % 2 == 1:
         acc = acc * SCALE
     if sums_ptr is not None:
-        sums_at, inside = _addresses(product, j * TILE, 0, col, K, 1, D, TILE, COLUMNS)
-        if here < stop:
-            if begin < first_row:
-                acc += tl.load(sums_ptr + sums_at, mask=inside, other=0.0)
-            if end > end_row:
-                tl.store(sums_ptr + sums_at, acc, mask=inside)
-            else:
-                _store(out_ptr, acc, b, j * TILE, kv_head, col, K, HK, D)
-        elif begin >= end:  # no query sees these keys
-            _store(out_ptr, acc, b, j * TILE, kv_head, col, K, HK, D)
+        sums_ptr += (pid % 2).to(tl.int64) * K * D
+        sums_at, inside = _addresses(j * TILE, 0, col, K, 1, D, TILE, COLUMNS)
+        if (begin < first_row) & (here < stop):
+            acc += tl.load(sums_ptr + sums_at, mask=inside, other=0.0)
+        if (end > end_row) & (here < stop):
+            tl.store(sums_ptr + sums_at, acc, mask=inside)
+        elif (here < stop) | (begin >= end):  # the last of these rows are here, or no row sees the keys
+            _store(out_ptr, acc, j * TILE, kv_head, col, K, HK, D)
     else:
-        _store(out_ptr, acc, b, j * TILE, kv_head, col, K, HK, D)
+        _store(out_ptr, acc, j * TILE, kv_head, col, K, HK, D)
 
 
 # ---- Chunks ----
 
 
 class _Chunk(NamedTuple):
-    """Key heads (of all rows of the batch) first_unit .. first_unit + units with their query heads, of the tiles of
-    rows first_row .. end_row, which have at most `tiles` tiles a query head."""
+    """`heads` key heads with their query heads, of the tiles of rows first_row .. end_row, which have at most `tiles`
+    tiles a query head."""
 
-    first_unit: int
-    units: int
+    first_head: int
+    heads: int
     first_row: int
     end_row: int
     tiles: int
 
 
-def _most_tiles(length: int, num_keys: int, longest: int | None, window: int | None, causal: bool, tile: int) -> list:
+def _most_tiles(
+    length: int, num_keys: int, longest: int | None, window: int | None, causal: bool, tile: int
+) -> list[int]:
     """At most how many tiles of keys each tile of rows attends to. longest: of packed sequences."""
     counts, shift = [], num_keys - length
     for first in range(0, length, tile):
@@ -406,109 +390,118 @@ def _most_tiles(length: int, num_keys: int, longest: int | None, window: int | N
 
 @functools.lru_cache(64)
 def _plan(
-    units: int, length: int, num_keys: int, longest: int | None, window: int | None, causal: bool, tile: int, most: int
+    heads: int, length: int, num_keys: int, longest: int | None, window: int | None, causal: bool, tile: int, most: int
 ) -> tuple[int, int, list[_Chunk]]:
-    """(at most how many tiles the table has, tiles of rows that programs take together, chunks). most: tiles a query
-    head that the workspace holds of one key head."""
+    """(at most how many tiles the table has, tiles of rows that programs take together, chunks). heads: key heads.
+    most: the tiles of a query head that the workspace holds of one key head."""
     counts = _most_tiles(length, num_keys, longest, window, causal, tile)
     total = sum(counts)
     if longest is not None and causal:
-        # The first token of a tile of rows lies on average in the middle of its sequence.
+        # The first token of a tile of rows lies on average in the first half of its sequence, or a tile later.
         total = min(total, cdiv(len(counts) * (longest + 5 * tile), 2 * tile))
     if total <= most:
-        size = cdiv(units, cdiv(units, most // total))
-        return total, _ROWS_AT_A_TIME, [
-            _Chunk(unit, min(size, units - unit), 0, len(counts), total) for unit in range(0, units, size)
-        ]  # fmt: skip
+        size = cdiv(heads, cdiv(heads, most // total))
+        whole = [_Chunk(head, min(size, heads - head), 0, len(counts), total) for head in range(0, heads, size)]
+        return total, _ROWS_AT_A_TIME, whole
     step = _ROWS_AT_A_TIME
     if any(sum(counts[row : row + step]) > most for row in range(0, len(counts), step)):
         step = 1
-    chunks: list[tuple[int, int, int]] = []  # first row, end row, tiles
+    parts: list[tuple[int, int, int]] = []  # first row, end row, tiles
     for row in range(0, len(counts), step):
-        tiles = sum(counts[row : row + step])
-        end = min(row + step, len(counts))
-        if chunks and chunks[-1][2] + tiles <= most:
-            chunks[-1] = (chunks[-1][0], end, chunks[-1][2] + tiles)
+        tiles, end = sum(counts[row : row + step]), min(row + step, len(counts))
+        if parts and parts[-1][2] + tiles <= most:
+            parts[-1] = parts[-1][0], end, parts[-1][2] + tiles
         else:
-            chunks.append((row, end, tiles))
-    return sum(counts), step, [_Chunk(unit, 1, *chunk) for unit in range(units) for chunk in chunks]
+            parts.append((row, end, tiles))
+    return sum(counts), step, [_Chunk(head, 1, *part) for head in range(heads) for part in parts]
 
 
-class _Call(NamedTuple):
+class _Work(NamedTuple):
     """What the launches of a pass have in common."""
 
     chunks: list[_Chunk]
     slots: int
-    """Tiles of the workspace."""
-    tile: int
-    masks: tuple[Any, ...]
-    """Arguments of kernels: mask, counts, ends of sequences."""
+    """Tiles that P has room for."""
     rows: Tensor
     tiles: Tensor
+    mask: Tensor | None
+    counts: Tensor | None
+    ends: Tensor | None
     heads: tuple[int, int, int]
     """HQ, HK, D."""
+    tile: int
     precision: str
 
-    def options(self, kernel: str, itemsize: int) -> tuple[int, int, dict[str, int]]:
-        """(columns, step of the inner dimension, options of the launch)."""
-        columns, step, warps, stages = (_HALF if itemsize == 2 else _EXACT)[kernel]
-        return columns, min(step, self.tile), dict(num_warps=warps, num_stages=stages)
+    def masks(self, b: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Arguments of kernels, for a row of the batch."""
+        return (
+            (None, None, self.ends)
+            if self.mask is None or self.counts is None
+            else (self.mask[b], self.counts[b], self.ends)
+        )
+
+    def queries(self, chunk: _Chunk) -> int:
+        """Query heads of a chunk."""
+        return chunk.heads * self.heads[0] // self.heads[1]
 
 
 def _prepare(
     q: Tensor, k: Tensor, mask: Tensor | None, cu: Tensor | None, longest: int | None, causal: bool,
     window: int | None, matrices: int,
-) -> _Call:  # fmt: skip
+) -> _Work:  # fmt: skip
     """The chunks and the table of tiles. matrices: in the workspace, P alone or P and dS."""
-    (batch_size, length), num_keys = q.shape[:2], k.shape[1]
+    length, num_keys, tile = q.shape[1], k.shape[1], _TILE[q.element_size()]
     num_heads, size, num_kv_heads = (operator.index(n) for n in (*q.shape[2:], k.shape[2]))
-    tile, group = _TILE[q.element_size()], num_heads // num_kv_heads
+    group, row_tiles = num_heads // num_kv_heads, cdiv(length, tile)
     most = WORKSPACE // (group * matrices * tile * tile * q.element_size())
     if cu is not None:
         longest = length if longest is None else min(longest, length)
     total, together, chunks = _plan(
-        batch_size * num_kv_heads, length, num_keys, None if cu is None else longest, window, causal, tile, most
+        num_kv_heads, length, num_keys, None if cu is None else longest, window, causal, tile, most
     )
-    ends = None if cu is None else sequence_ends(cu, length)
-    counts = None
+    ends, counts = None if cu is None else sequence_ends(cu, length), None
     if mask is not None:
         mask = mask.to(torch.uint8).contiguous()
         counts = hidden_counts(mask)
-    row_tiles = cdiv(length, tile)
     rows = torch.empty(row_tiles + 1, 2, dtype=torch.int32, device=q.device)
     tiles = torch.empty(total, 2, dtype=torch.int32, device=q.device)
     launch(
         _table_kernel, (row_tiles + 1,),
         rows, tiles, ends, length, num_keys, window, total, causal, tile, together, 128, num_warps=4,
     )  # fmt: skip
-    slots = max(chunk.units * chunk.tiles for chunk in chunks) * group
+    slots = max(chunk.heads * chunk.tiles for chunk in chunks) * group
     exact = q.is_cuda and torch.version.cuda is not None and q.dtype == torch.float32
     heads = num_heads, num_kv_heads, size
-    return _Call(chunks, slots, tile, (mask, counts, ends), rows, tiles, heads, "tf32x3" if exact else "ieee")
+    return _Work(chunks, slots, rows, tiles, mask, counts, ends, heads, tile, "tf32x3" if exact else "ieee")
+
+
+def _settings(kernel: str, work: _Work, q: Tensor) -> tuple[int, int, dict[str, int]]:
+    """(columns, step of the inner dimension, options of the launch)."""
+    columns, step, warps, stages = (_HALF if q.element_size() == 2 else _EXACT)[kernel]
+    return columns, min(step, work.tile), dict(num_warps=warps, num_stages=stages)
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x [B, S, H, D], copied unless TMA can read it: rows at multiples of 16 bytes."""
+    """x [B, S, H, D], copied unless a row of the batch is a matrix [S, H * D] that TMA can read."""
+    strides, sizes = x.stride(), x.shape
+    dense = strides[3] == 1 and (sizes[2] == 1 or strides[2] == sizes[3])
     aligned = all(
-        n == 1 or (s > 0 and s * x.element_size() % 16 == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)
+        n == 1 or (s > 0 and s * x.element_size() % 16 == 0) for n, s in zip(sizes[:2], strides, strict=False)
     )
-    if aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0:
+    if dense and aligned and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _heads(x: Tensor, rows: int, columns: int) -> Any:
-    """The descriptor of a readable x [B, S, H, D], for tiles of rows by columns of a head."""
-    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, columns])
+def _matrices(x: Tensor, rows: int, columns: int) -> list[Any]:
+    """A descriptor of each row of the batch of a readable x [B, S, H, D], for tiles of rows by columns."""
+    width = x.shape[2] * x.shape[3]
+    strides = [x.stride(1) if x.shape[1] > 1 else width, 1]
+    return [TensorDescriptor(part, [x.shape[1], width], strides, [rows, columns]) for part in x]
 
 
-def _matrix(x: Tensor, rows: int, columns: int) -> Any:
-    return TensorDescriptor.from_tensor(x, [rows, columns])
-
-
-def _workspace(call: _Call, q: Tensor) -> Tensor:
-    return torch.empty(call.slots * call.tile, call.tile, dtype=q.dtype, device=q.device)
+def _workspace(work: _Work, q: Tensor) -> Tensor:
+    return torch.empty(work.slots * work.tile, work.tile, dtype=q.dtype, device=q.device)
 
 
 def _statistics(q: Tensor) -> Tensor:
@@ -524,58 +517,28 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse in base 2)."""
     q, k, v = (_readable(x) for x in (q, k, v))
-    call, length, num_keys = _prepare(q, k, mask, cu, longest, causal, window, 1), q.shape[1], k.shape[1]
-    out, lse, p, tile = (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        _statistics(q),
-        _workspace(call, q),
-        call.tile,
-    )
-    high, total = torch.empty(2, call.slots * tile, dtype=accumulator(q.dtype), device=q.device)
-    _, depth, of_scores = call.options("scores", q.element_size())
-    columns, step, of_values = call.options("values", q.element_size())
-    p_out, p_in = _matrix(p, tile, tile), _matrix(p, tile, step)
-    q_in, k_in, v_in = _heads(q, tile, depth), _heads(k, tile, depth), _heads(v, step, columns)
-    for chunk in call.chunks:
-        first_unit, units, *rows, tiles = chunk
-        heads = units * call.heads[0] // call.heads[1]
+    work, length, num_keys = _prepare(q, k, mask, cu, longest, causal, window, 1), q.shape[1], k.shape[1]
+    out, lse, tile = torch.empty(q.shape, dtype=q.dtype, device=q.device), _statistics(q), work.tile
+    p = _workspace(work, q)
+    high, total = torch.empty(2, work.slots * tile, dtype=accumulator(q.dtype), device=q.device)
+    _, depth, of_scores = _settings("scores", work, q)
+    columns, step, of_values = _settings("values", work, q)
+    p_out, p_in = (TensorDescriptor.from_tensor(p, [tile, width]) for width in (tile, step))
+    q_in, k_in, v_in = _matrices(q, tile, depth), _matrices(k, tile, depth), _matrices(v, step, columns)
+    for b, chunk in itertools.product(range(len(q)), work.chunks):
+        first_head, _, *rows, tiles = chunk
         launch(
-            _weights_kernel, (heads * tiles,),
-            p_out, None, high, total, q_in, k_in, None, None, None, None, *call.masks, call.rows, call.tiles,
-            length, num_keys, window, first_unit, *rows, tiles, scale, causal, False, *call.heads, tile, depth,
-            call.precision, **of_scores,
+            _weights_kernel, (work.queries(chunk) * tiles,),
+            p_out, None, high, total, q_in[b], k_in[b], None, None, None, None, *work.masks(b), work.rows, work.tiles,
+            length, num_keys, window, first_head, *rows, tiles, scale, causal, False, *work.heads, tile, depth,
+            work.precision, **of_scores,
         )  # fmt: skip
         launch(
-            _values_kernel, (cdiv(call.heads[2], columns) * (chunk.end_row - chunk.first_row) * heads,),
-            out, lse, p_in, high, total, v_in, call.rows, length, first_unit, *rows, tiles,
-            *call.heads, tile, columns, step, call.precision, **of_values,
+            _values_kernel, (cdiv(work.heads[2], columns) * (chunk.end_row - chunk.first_row) * work.queries(chunk),),
+            out[b], lse[b], p_in, high, total, v_in[b], work.rows, length, first_head, *rows, tiles,
+            *work.heads, tile, columns, step, work.precision, **of_values,
         )  # fmt: skip
     return out, lse
-
-
-def _dkdv(call: _Call, outs: tuple, weights: tuple, operands: tuple, sums: Tensor | None) -> Callable:
-    """A function that launches `_dkdv_kernel` for a chunk; pairs of arguments are those for dv and for dk."""
-    itemsize, tile = outs[0].element_size(), call.tile
-    columns, step, options = call.options("dkdv", itemsize)
-    matrices, operands = [_matrix(x, step, tile) for x in weights], [_heads(x, step, columns) for x in operands]
-
-    def run(chunk: _Chunk, length: int, num_keys: int, window: int | None, scale: float, causal: bool) -> None:
-        first_unit, units, *rows, tiles = chunk
-        programs = cdiv(num_keys, tile) * units * cdiv(call.heads[2], columns)
-        every = range(2)
-        for some, by, of_sums in [(every, scale, sums)] if _PRODUCTS == 2 else [
-            ([i, i], (1.0, scale)[i], None if sums is None else sums[i]) for i in every
-        ]:  # fmt: skip
-            pairs = ([pair[i] for i in some] for pair in (outs, matrices, operands))
-            (dv, dk), (p, ds), (do, q) = pairs
-            launch(
-                _dkdv_kernel, (programs * _PRODUCTS,),
-                dv, dk, of_sums, p, ds, do, q, call.rows, call.masks[2],
-                length, num_keys, window, first_unit, units, *rows, tiles, by, causal,
-                *call.heads, _PRODUCTS, tile, columns, step, call.precision, **options,
-            )  # fmt: skip
-
-    return run
 
 
 def _backward(
@@ -584,37 +547,43 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv."""
     q, k, v, do = (_readable(x) for x in (q, k, v, do))
-    call, length, num_keys = _prepare(q, k, mask, cu, longest, causal, window, 2), q.shape[1], k.shape[1]
+    work, length, num_keys = _prepare(q, k, mask, cu, longest, causal, window, 2), q.shape[1], k.shape[1]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta, tile, size = _statistics(q), call.tile, call.heads[2]
+    delta, tile, size = _statistics(q), work.tile, work.heads[2]
     launch(
         _delta_kernel, (delta.numel(),),
-        delta, out, do, length, *do.stride()[:3], call.heads[0], size, next_power_of_2(size), num_warps=4,
+        delta, out, do, length, *do.stride()[:3], work.heads[0], size, next_power_of_2(size), num_warps=4,
     )  # fmt: skip
-    sums, (p, ds) = None, (_workspace(call, q) for _ in range(2))
-    if call.chunks[0].end_row < cdiv(length, tile):
+    sums, (p, ds) = None, (_workspace(work, q) for _ in range(2))
+    if work.chunks[0].end_row < cdiv(length, tile):
         sums = torch.empty(2, num_keys, size, dtype=accumulator(q.dtype), device=q.device)
-    _, depth, of_weights = call.options("weights", q.element_size())
-    columns, step, of_dq = call.options("dq", q.element_size())
-    weights = _matrix(p, tile, tile), _matrix(ds, tile, tile)
-    q_in, k_in, do_in, v_in = (_heads(x, tile, depth) for x in (q, k, do, v))
-    ds_in, k_of_dq = _matrix(ds, tile, step), _heads(k, step, columns)
-    launch_dkdv = _dkdv(call, (dv, dk), (p, ds), (do, q), sums)
-    for chunk in call.chunks:
-        first_unit, units, *rows, tiles = chunk
-        heads = units * call.heads[0] // call.heads[1]
+    _, depth, of_weights = _settings("weights", work, q)
+    columns, step, of_dq = _settings("dq", work, q)
+    key_columns, key_step, of_dkdv = _settings("dkdv", work, q)
+    weights = [TensorDescriptor.from_tensor(x, [tile, tile]) for x in (p, ds)]
+    by_keys = [TensorDescriptor.from_tensor(x, [key_step, tile]) for x in (p, ds)]
+    ds_in, k_of_dq = TensorDescriptor.from_tensor(ds, [tile, step]), _matrices(k, step, columns)
+    q_in, k_in, do_in, v_in = (_matrices(x, tile, depth) for x in (q, k, do, v))
+    do_of_dv, q_of_dk = (_matrices(x, key_step, key_columns) for x in (do, q))
+    for b, chunk in itertools.product(range(len(q)), work.chunks):
+        first_head, heads, *rows, tiles = chunk
         launch(
-            _weights_kernel, (heads * tiles,),
-            *weights, None, None, q_in, k_in, do_in, v_in, lse, delta, *call.masks, call.rows, call.tiles,
-            length, num_keys, window, first_unit, *rows, tiles, scale, causal, True, *call.heads, tile, depth,
-            call.precision, **of_weights,
+            _weights_kernel, (work.queries(chunk) * tiles,),
+            *weights, None, None, q_in[b], k_in[b], do_in[b], v_in[b], lse[b], delta[b], *work.masks(b),
+            work.rows, work.tiles, length, num_keys, window, first_head, *rows, tiles, scale, causal, True,
+            *work.heads, tile, depth, work.precision, **of_weights,
         )  # fmt: skip
         launch(
-            _dq_kernel, (cdiv(size, columns) * (chunk.end_row - chunk.first_row) * heads,),
-            dq, ds_in, k_of_dq, call.rows, length, first_unit, *rows, tiles, scale,
-            *call.heads, tile, columns, step, call.precision, **of_dq,
+            _dq_kernel, (cdiv(size, columns) * (chunk.end_row - chunk.first_row) * work.queries(chunk),),
+            dq[b], ds_in, k_of_dq[b], work.rows, length, first_head, *rows, tiles, scale,
+            *work.heads, tile, columns, step, work.precision, **of_dq,
         )  # fmt: skip
-        launch_dkdv(chunk, length, num_keys, window, scale, causal)
+        launch(
+            _dkdv_kernel, (2 * cdiv(size, key_columns) * cdiv(num_keys, tile) * heads,),
+            dv[b], dk[b], sums, *by_keys, do_of_dv[b], q_of_dk[b], work.rows, work.ends,
+            length, num_keys, window, first_head, heads, *rows, tiles, scale, causal,
+            *work.heads, tile, key_columns, key_step, work.precision, **of_dkdv,
+        )  # fmt: skip
     return dq, dk, dv
 
 
@@ -665,19 +634,12 @@ _compiled_forward.register_autograd(
 )
 
 
-def takes(q: Tensor) -> bool:
-    """True if `unfused_attention` runs on tensors like q, and is faster than torch's engines."""
-    half, wide = q.dtype in (torch.bfloat16, torch.float16), q.shape[3] > 256 and q.shape[3] % 8 == 0
-    return (
-        half and wide and q.shape[1] >= MIN_QUERIES and use_triton(q) and (INTERPRET or is_datacenter(q.device.index))
-    )
-
-
 def unfused_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, scale: float, key_mask: Tensor | None,
     cu_seqlens: Tensor | None, max_seqlen: int | None,
 ) -> Tensor:  # fmt: skip
-    """`attention` of attention.py, which documents and checks the arguments; D a multiple of 8, and no element absent.
+    """`attention` of attention.py, which documents and checks the arguments; no tensor is empty, and D is a
+    multiple of 64: a head is read as columns of a matrix of all heads.
 
     max_seqlen: with cu_seqlens, at least the longest packed sequence; None: not known, which costs memory and time. If
     a sequence is longer, and the workspace too small for that, the output is NaN.

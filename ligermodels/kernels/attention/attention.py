@@ -17,10 +17,13 @@ causality aligned to the last key; windows; softcaps; padding without NaN; packe
 | packed sequences without a mask, their | where `_one_by_one` says so, one batch per run of equal lengths,  |
 | lengths known to the host              | so that images and video frames get torch's first choice          |
 | together                               | torch's first choice, with a boolean mask [B, 1, S, K]            |
+| D > 256, bf16, fp16, on Hopper and     | without a softcap and from 1,024 queries on `unfused_attention`,  |
+| datacenter Blackwell                   | in Triton, whatever the mask                                      |
 | CPU; no Triton; D > 256; the rest      | torch's first choice, with a boolean mask where one is needed;    |
 |                                        | with a softcap `attention_reference`                              |
 
-Bytes: the engines read q, k, v and write the output and one number per row and head; only the reference writes scores.
+Bytes: the engines read q, k, v and write the output and one number per row and head; only the reference writes scores,
+and `unfused_attention`, in a workspace of 1 GiB.
 A boolean mask has S * K elements, which torch also stores in the inputs' dtype for the backward. With `head_chunks`,
 torch's engines take q of 2^27 elements or more in chunks of heads, so that the workspace of their backward stays below
 1 GiB: sequences may be 10 % longer at 131,072 tokens.
@@ -52,6 +55,7 @@ from ligermodels.kernels._triton import (
     use_triton,
 )
 from ligermodels.kernels.attention._flash_attention import flash_attention
+from ligermodels.kernels.attention._unfused_attention import unfused_attention
 
 
 def attention_reference(
@@ -116,7 +120,7 @@ def attention(
     cu_seqlens: int32 [N + 1], ascending from 0 to S, with B = 1 and K = S: boundaries of N packed sequences, which do
         not attend to each other. On a GPU its values are not checked, since that would synchronise. On the CPU, allowed
         wherever q is, it lets long sequences run as batches, which is faster.
-    max_seqlen: at least the longest packed sequence; no engine here needs it.
+    max_seqlen: at least the longest packed sequence, which saves `unfused_attention` memory and time; None: not known.
     head_chunks: compute the heads of a long sequence in chunks, for less memory in the backward. Only for an output
         that goes to `kernels.linear`, which saves the chunks; anything else would save the whole output too.
     together: integers [B, K]; tokens with the same number, 0 or more, also see those of them that come after, within
@@ -126,11 +130,14 @@ def attention(
     """
     _check(q, k, v, causal, window, softcap, scale, key_mask, cu_seqlens, together)
     length, num_keys = q.shape[1], k.shape[1]
+    unfused = together is None and length >= _UNFUSED_QUERIES and _unfused_takes(q, softcap)
     if cu_seqlens is not None and cu_seqlens.shape[0] == 2:  # a single sequence
         cu_seqlens = None
     if cu_seqlens is not None and together is None and _is_known(cu_seqlens):
         runs, masked = _runs(cu_seqlens), not (window is softcap is key_mask is None)
-        if not _triton_takes(q, softcap) or (_one_by_one(runs) and not masked):
+        if unfused:
+            max_seqlen = max(size for _, size in runs)
+        elif not _triton_takes(q, softcap) or (_one_by_one(runs) and not masked):
             options: dict[str, Any] = dict(causal=causal, window=window, softcap=softcap, scale=scale)
             return _run_by_run(q, k, v, runs, key_mask, **options)
     if cu_seqlens is not None:
@@ -149,6 +156,8 @@ def attention(
     everything = plain and (length == num_keys or not causal)
     small = q.numel() < 2**31  # beyond, cuDNN's gradients were wrong on an H200, torch 2.11
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if unfused:
+        return unfused_attention(q, k, v, scale=scale, max_seqlen=max_seqlen, **options)
     if (
         together is None
         and _triton_takes(q, softcap)
@@ -216,6 +225,16 @@ def _triton_takes(q: Tensor, softcap: float | None) -> bool:
     return use_triton(q) and q.numel() > 0 and q.shape[-1] <= 256 and (half or capped)
 
 
+_UNFUSED_QUERIES = 1024
+"""Fewer have too few tiles to fill a GPU; torch's engines are then taken. Not tuned."""
+
+
+def _unfused_takes(q: Tensor, softcap: float | None) -> bool:
+    """True if `unfused_attention` can run, which torch's engines do not match for heads above 256."""
+    wide, half = q.shape[-1] > 256 and q.shape[-1] % 64 == 0, q.dtype in (torch.bfloat16, torch.float16)
+    return wide and half and softcap is None and q.numel() > 0 and use_triton(q) and is_datacenter(q.device.index)
+
+
 def _not_by_triton(q: Tensor, softcap: float | None) -> str:
     """Why `_triton_takes` is False."""
     if not use_triton(q):
@@ -230,6 +249,8 @@ def engine(q: Tensor, *, softcap: float | None = None, window: int | None = None
     """(engine, reason) of `attention` for q [B, S, heads, D], causal and longer than the window; the reason says why it
     is not the first choice, "" if it is."""
     takes = _triton_takes(q, softcap)
+    if _unfused_takes(q, softcap):
+        return f"unfused_attention in Triton from {_UNFUSED_QUERIES} tokens on, else torch SDPA", ""
     if takes and (softcap is not None or window is not None):
         return "flash_attention in Triton", ""
     if takes:

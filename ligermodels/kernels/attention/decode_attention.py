@@ -404,7 +404,7 @@ def rope_decode_attention(
     """
     name, new = "rope_decode_attention", None
     rows_see_each_other = len(q) > 1 and keys.stride(0) == 0
-    separate = scales is not None or rows_see_each_other or q.shape[-1] > 256 or q.dtype not in _HALF
+    separate = scales is not None or rows_see_each_other or _is_large(q) or q.dtype not in _HALF
     separate = separate or keys.stride() != values.stride()  # which the kernel takes for equal, as all caches have them
     if separate or not use_triton(q):
         q = rope_to_cache(q, k, v, cos, sin, keys, values, ends, ring=ring, scales=scales)
@@ -414,6 +414,11 @@ def rope_decode_attention(
         k, v = _alike(k, v)
         new = *((k, v) if k.stride(2) == k.shape[3] else (k.contiguous(), v.contiguous())), *tables
     return _attention(q, keys, values, starts, ends, new, ring, window, softcap, scale, counters, scales)
+
+
+def _is_large(q: Tensor) -> bool:
+    """True if the kernel does not take heads of this size: three tiles of keys and of values are in shared memory."""
+    return q.shape[-1] * q.element_size() > 1024
 
 
 def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -443,7 +448,7 @@ def _attention(
         )
     rows, _, num_heads, size = of_q
     capacity, num_kv_heads = of_k[1:3]
-    if not use_triton(q) or q.dtype == torch.float64 or size > 256 or (scales is not None and size % 2):
+    if not use_triton(q) or q.dtype == torch.float64 or _is_large(q) or (scales is not None and size % 2):
         return decode_attention_reference(
             q, keys, values, starts, ends, ring=ring, window=window, softcap=softcap, scale=scale, scales=scales
         )
@@ -477,7 +482,7 @@ def _attention(
         q.stride(0), q.stride(2), *keys.stride()[:3], *(scales[0].stride()[:2] if scales else (0, 0)), *of_new,
         of_scores, softcap, splits, MAX_BY_LAST, num_heads, num_kv_heads, size,
         group_2, block_d, block_n, max(1, min(_SUM_ELEMENTS // (group_2 * block_d), next_power_of_2(splits))),
-        half, has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 else 2, **overlapping(overlap),
+        half, has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 or size > 256 else 2, **overlapping(overlap),
     )  # fmt: skip
     if splits > 1 and parts > MAX_BY_LAST:  # a row may have more
         launch(

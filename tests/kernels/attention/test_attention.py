@@ -2,16 +2,17 @@
 
 import importlib
 import itertools
+import random
 
 import pytest
 import torch
 
 from ligermodels.kernels import attention, attention_reference
 from ligermodels.kernels._recompute import attach_to_view, handle_of
-from ligermodels.kernels.attention import _flash_attention
+from ligermodels.kernels.attention import _flash_attention, _unfused_attention
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.operand import LinearOperand
-from tests.kernels.ops.attention import our_attention
+from tests.kernels.ops.attention import our_attention, visible, wide_attention
 
 engines = importlib.import_module("ligermodels.kernels.attention.attention")  # the name in the package is the function
 
@@ -207,7 +208,99 @@ def test_decode_is_the_last_row_of_prefill(device):
         torch.testing.assert_close(split.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+# Wide heads, as plain products.
+
+
+def wide_options(form, length, num_keys, tile, device):
+    ends = torch.tensor([0, 1, 1, 2 * tile - 2, length], dtype=torch.int32, device=device)
+    return {
+        "causal": {}, "whole": {"causal": False}, "window": {"window": tile + 3},
+        "whole and window": {"causal": False, "window": tile + 3}, "packed": {"cu_seqlens": ends},
+        "packed, of known lengths": {"cu_seqlens": ends, "max_seqlen": length - 2 * tile + 2, "window": 2 * tile},
+        "padding": {"key_mask": left_and_right_padding(num_keys, device=device)},
+    }[form]  # fmt: skip
+
+
+@pytest.mark.parametrize("room", ["all heads", "a head", "rows", "a row"])
+@pytest.mark.parametrize("form, cached", [
+    ("causal", 0), ("causal", 9), ("whole", 5), ("window", 20), ("whole and window", 0), ("padding", 0), ("packed", 0),
+    ("packed, of known lengths", 0),
+])  # fmt: skip
+def test_wide_heads_in_chunks(device, poison, monkeypatch, form, cached, room):
+    """Many tiles, in a workspace for all of them, for those of one key head, for some rows, and for less than that."""
+    dtype, tile, size = (torch.float64, 16, 32) if device == "cpu" else (torch.bfloat16, 128, 512)
+    length = 4 * tile - 10
+    num_keys, tiles = length + cached, 4 * 4
+    room = {"all heads": 4 * tiles, "a head": tiles, "rows": tiles // 2, "a row": 0}[room]
+    monkeypatch.setattr(_unfused_attention, "_TILE", {2: tile, 8: tile})
+    monkeypatch.setattr(_unfused_attention, "WORKSPACE", room * 2 * 2 * tile * tile * dtype.itemsize)
+    options = wide_options(form, length, num_keys, tile, device)
+    _, *qkv = inputs(length, num_keys, (4, 2), size, 2 if "key_mask" in options else 1, dtype, device)
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
+    weights = torch.randn(qkv[0].shape, device=device).to(dtype)
+    doubles = [x.detach().double().requires_grad_() for x in qkv]
+    exact, actual = attention_reference(*doubles, **options), wide_attention(*leaves, **options)
+    pairs = zip(torch.autograd.grad(actual, leaves, weights), torch.autograd.grad(exact, doubles, weights.double()),
+                strict=True)  # fmt: skip
+    for a, b in ((actual, exact), *pairs):
+        assert (a.double() - b).norm() <= (1e-10 if dtype == torch.float64 else 5e-3) * b.norm()  # 2^-8 a rounding
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_plan_has_room_for_every_tile(causal):
+    """Wherever sequences begin; chunks hold each tile of rows of each key head once."""
+    for seed in range(100):
+        draw = random.Random(seed)
+        length, tile, heads = draw.randint(1, 90), draw.choice([4, 8]), draw.randint(1, 5)
+        num_keys, window, cu, longest = length + draw.choice([0, 7]), draw.choice([None, 1, 9, 30]), None, None
+        if draw.random() < 0.6:
+            starts = sorted(draw.choices(range(length), k=draw.randint(0, 5)))
+            cu, num_keys = torch.tensor([0, *starts, length]), length
+            longest = max(b - a for a, b in itertools.pairwise(cu.tolist()))
+        total, _, chunks = _unfused_attention._plan(
+            heads, length, num_keys, longest, window, causal, tile, draw.choice([0, 5, 20, 70, 1000])
+        )
+        q, k = torch.zeros(1, length, 1, 1), torch.zeros(1, num_keys, 1, 1)
+        seen = visible(q, k, causal=causal, window=window, cu_seqlens=cu)[0, 0]
+        counts = []
+        for rows in seen.split(tile):
+            keys = rows.any(0).nonzero()
+            counts.append(int(keys.max() // tile - keys.min() // tile + 1))
+        assert sum(counts) <= total
+        assert all(sum(counts[chunk.first_row : chunk.end_row]) <= chunk.tiles for chunk in chunks)
+        places = [
+            (chunk.first_head + head, row)
+            for chunk in chunks for head in range(chunk.heads) for row in range(chunk.first_row, chunk.end_row)
+        ]  # fmt: skip
+        assert sorted(places) == list(itertools.product(range(heads), range(len(counts))))
+
+
+def test_a_sequence_longer_than_max_seqlen_shows(device):
+    _, *qkv = inputs(3 * 128, 3 * 128, size=64, batch_size=1, dtype=torch.float16, device=device)
+    bounds = torch.tensor([0, 1, 3 * 128], dtype=torch.int32, device=device)
+    assert wide_attention(*qkv, cu_seqlens=bounds, max_seqlen=3 * 128 - 1).isfinite().all()
+    assert wide_attention(*qkv, cu_seqlens=bounds, max_seqlen=1, causal=False).isnan().all()
+
+
 # Engines.
+
+
+def test_wide_heads_of_long_texts_are_not_left_to_torch(device, monkeypatch):
+    """Packed sequences all at once, with the length of the longest where the host knows it."""
+    monkeypatch.setattr(engines, "_UNFUSED_QUERIES", 9)
+    monkeypatch.setattr(engines, "is_datacenter", lambda index: True)
+    called = []
+    monkeypatch.setattr(engines, "unfused_attention", lambda q, *_, **o: called.append(o["max_seqlen"]) or q)
+    q, k, v = torch.randn(3, 1, 9, 2, 512, dtype=torch.float16, device=device)
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    attention(q, k, v)
+    attention(q, k, v, cu_seqlens=bounds)
+    attention(q, k, v, cu_seqlens=bounds.to(device), max_seqlen=7)
+    assert called == [None, 5, 5 if device == "cpu" else 7]
+    attention(q[:, 1:], k, v)
+    attention(q[..., :128], k[..., :128], v[..., :128])
+    attention(q, k, v, softcap=2.0)
+    assert len(called) == 3
 
 
 def test_head_chunks_change_nothing(device, monkeypatch):

@@ -20,7 +20,7 @@ from tests.kernels.judge import DTYPES, ON_GPU
 from tests.kernels.on_gpu import large
 from tests.kernels.oracle import assert_as_exact
 
-SIZES = [64, 80, 96, 128, 256]
+SIZES = [64, 80, 96, 128, 256, 512]
 
 
 def cache(rows, capacity, heads, size, starts, ends, ring, dtype, device):
@@ -264,7 +264,7 @@ def test_rope_and_attention_in_one_launch(device, monkeypatch, poison, case, hea
     launched, launch, rows = [], module.launch, len(ends)
     monkeypatch.setattr(module, "launch", lambda kernel, *a, **b: (launched.append(kernel), launch(kernel, *a, **b)))
     monkeypatch.setattr(module, "rope_to_cache", None)
-    for i, (dtype, size) in enumerate(itertools.product(HALF if ON_GPU else [torch.float16], [16, 24, 64])):
+    for i, (dtype, size) in enumerate(itertools.product(HALF if ON_GPU else [torch.float16], [16, 24, 64, 512])):
         monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
         options = dict(window=window, ring=ring, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2])
         qkv = torch.randn(rows, 1, heads[0] + 2 * heads[1], size, device=device).to(dtype)

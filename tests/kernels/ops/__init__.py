@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ligermodels import kernels
 from tests.kernels.cases import HALF, Case, Maker, Op, drawn
-from tests.kernels.ops.attention import FORMS, OF_TORCH, attention_op, our_attention
+from tests.kernels.ops.attention import FORMS, OF_TORCH, WIDE_DIMS, attention_op, our_attention, wide_attention
 from tests.kernels.ops.delta import causal_conv_op, delta_gates_op, gated_delta_rule_op, gated_norm_op
 from tests.kernels.ops.divergences import jsd_op, kl_op, linear_jsd_op
 from tests.kernels.ops.elementwise import (
@@ -77,6 +77,9 @@ OPS: dict[str, Op] = {
     "attention": attention_op(kernels.attention, OURS, dtypes=HALF, ordered=True),
     "attention of torch": attention_op(kernels.attention, OF_TORCH, dtypes=OF_TORCH_DTYPES, ordered=False),
     "flash_attention": attention_op(our_attention, list(FORMS), dtypes=HALF, ordered=True),
+    "unfused_attention": attention_op(
+        wide_attention, [form for form in FORMS if "softcap" not in form], dtypes=HALF, ordered=True, dims=WIDE_DIMS
+    ),
     "cross_entropy": loss_op(),
     "linear_cross_entropy": linear_loss_op(),
     "linear_logprobs": logprobs_op(),

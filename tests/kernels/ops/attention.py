@@ -12,6 +12,7 @@ from torch import Tensor
 from ligermodels import kernels
 from ligermodels.kernels._triton import accumulator
 from ligermodels.kernels.attention._flash_attention import flash_attention
+from ligermodels.kernels.attention._unfused_attention import unfused_attention
 from ligermodels.kernels.attention.attention import _visible
 from tests.kernels.cases import Case, Maker, Op, Sizes
 
@@ -43,6 +44,14 @@ def our_attention(q, k, v, *, scale=None, **options):
     """`flash_attention` with the defaults of `attention`, which it has not."""
     defaults = dict.fromkeys(("window", "softcap", "key_mask", "cu_seqlens")) | {"causal": True}
     return flash_attention(q, k, v, scale=q.shape[-1] ** -0.5 if scale is None else scale, **defaults | options)
+
+
+def wide_attention(q, k, v, *, scale=None, **options):
+    """`unfused_attention` with the defaults of `attention`, which leaves it no empty tensors."""
+    if q.numel() == 0:
+        return kernels.attention_reference(q, k, v, scale=scale, **options)
+    defaults = dict.fromkeys(("window", "key_mask", "cu_seqlens", "max_seqlen")) | {"causal": True}
+    return unfused_attention(q, k, v, scale=q.shape[-1] ** -0.5 if scale is None else scale, **defaults | options)
 
 
 def attention_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
@@ -99,7 +108,11 @@ DEAR_FORMS: dict[str, dict[str, Any]] = {
 """Mixtures that are compared in fp64 alone."""
 
 
-def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ordered: bool) -> Op:
+DIMS = Sizes([8, 16, 40, 64, 80, 96, 128, 192, 256], [3, 24])
+WIDE_DIMS = Sizes([128, 320, 512], [64])
+
+
+def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ordered: bool, dims: Sizes = DIMS) -> Op:
     def make(m, rows, *, heads, kv_heads, dim, form, scale=1.0, same=False, hidden=False):
         options = (FORMS | DEAR_FORMS)[form].copy()
         packed, cached, decode, key_mask = (options.pop(name, 0) for name in ("packed", "cached", "decode", "key_mask"))
@@ -120,8 +133,9 @@ def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ord
         # What torch's engine for one query does with the keys in fp32 errs by up to twice as much.
         return Case(tensors, options, dim, max(num_keys, dim) * (4 if decode else 1))
 
-    our_form = call is our_attention
-    usual = dict(heads=2, kv_heads=2, dim=16)
+    our_form, wide = call is not kernels.attention, dims is WIDE_DIMS
+    usual = dict(heads=2, kv_heads=2, dim=64 if wide else 16)
+    dear = [form for form, options in DEAR_FORMS.items() if not (wide and "softcap" in options)]
     edges: dict[str, Callable[[Maker], Case]] = {}
     for form in forms:
         edges |= {
@@ -140,11 +154,14 @@ def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ord
         call, kernels.attention_reference, eager_attention, make,
         choices={
             "form": Sizes(forms, forms), "kv_heads": Sizes([1, 2, 4], [1, 2]), "heads": Sizes([1, 2, 3], [1, 2]),
-            "dim": Sizes([8, 16, 40, 64, 80, 96, 128, 192, 256], [3, 24]),
+            "dim": dims,
         },
-        complete={"heads": 2, "kv_heads": 1, "dim": 8, "form": "key mask" if "key mask" in forms else forms[0]},
+        complete={
+            "heads": 2, "kv_heads": 1, "dim": 64 if wide else 8,
+            "form": "key mask" if "key mask" in forms else forms[0],
+        },
         row=lambda chosen: 2**12 * chosen["heads"] * chosen["kv_heads"],
-        more={} if call is kernels.attention and ordered else {"form": list(DEAR_FORMS)},
+        more={} if call is kernels.attention and ordered else {"form": dear},
         variants=16,  # which take long to compile
         few_rows=(0, 70) if our_form else (0, 1, 7, 70),
         edges=edges,
@@ -152,5 +169,5 @@ def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ord
         ordered=ordered,
         dtypes=dtypes,
         noise=attention_noise,
-        checks=call is kernels.attention,
+        checks=not our_form,
     )  # fmt: skip
