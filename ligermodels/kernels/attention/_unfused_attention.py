@@ -197,37 +197,39 @@ def _weights_kernel(
             ds = p.to(ACC) * (dp - delta[:, None]).to(ACC)
             ds_tma.store([place, 0], ds.to(dtype))
         else:
-            high = tl.maximum(tl.max(s, 1) * FACTOR, -1e30)  # finite where a row sees none of these keys
-            p = tl.exp2(s * FACTOR - high[:, None])
+            high = tl.maximum(tl.max(s, 1), -1e30)  # finite where a row sees none of these keys
+            p = tl.exp2((s - high[:, None]) * FACTOR)  # in this order, see _flash_attention
             tl.store(high_ptr + place + tl.arange(0, TILE), high)
             tl.store(sum_ptr + place + tl.arange(0, TILE), tl.sum(p, 1))
             p_tma.store([place, 0], p.to(dtype))
 
 
 @triton.jit
-def _log_sum(high_ptr, sum_ptr, at, count, ACC: tl.constexpr, TILE: tl.constexpr, dtype: tl.constexpr):
-    """The log, in base 2, of the sum of exp of the scores of each row, from the sums of its tiles."""
+def _total(high_ptr, sum_ptr, at, count, FACTOR: tl.constexpr, ACC: tl.constexpr, TILE: tl.constexpr):
+    """(highest score of each row, sum of the weights relative to it), from those of its tiles."""
     high, total = tl.full([TILE], -1e30, ACC), tl.zeros([TILE], ACC)
     for t in tl.range(0, count):
         of_tile = tl.load(high_ptr + at + t * TILE)
         higher = tl.maximum(high, of_tile)
-        total = total * tl.exp2(high - higher) + tl.load(sum_ptr + at + t * TILE) * tl.exp2(of_tile - higher)
+        total = total * tl.exp2((high - higher) * FACTOR)
+        total += tl.load(sum_ptr + at + t * TILE) * tl.exp2((of_tile - higher) * FACTOR)
         high = higher
-    return high.to(dtype) + tl.log2(total.to(dtype))
+    return high, total
 
 
 @triton.jit(do_not_specialize=["S", "first_head", "first_row", "end_row", "tiles"])
 def _values_kernel(
     o_ptr, lse_ptr, p_tma, high_ptr, sum_ptr, v_tma, rows_ptr, S, first_head, first_row, end_row, tiles,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALE: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o = P v, COLUMNS dims of a tile of rows of one query head, and the lse of the rows; the longest rows first.
 
-    acc is in units of exp2(unit): the maximum of the tile of keys added last, but at least the highest one so far less
-    60, so that acc does not overflow. Weights below 2^-60 of the largest may count for up to that.
+    acc is relative to the score `unit`: the maximum of the tile of keys added last, but so close to the highest one so
+    far that acc is below 2^60 a key. Weights below 2^-60 of the largest may count for up to that.
     """
     ACC: tl.constexpr = tl.float64 if p_tma.dtype == tl.float64 else tl.float32
+    FACTOR: tl.constexpr = SCALE * LOG2E
     PARTS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
     i = end_row - 1 - pid // PARTS % (end_row - first_row)
@@ -237,22 +239,23 @@ def _values_kernel(
     place = local * tiles + offset
     rows = i * TILE + tl.arange(0, TILE)
     at = place * TILE + tl.arange(0, TILE)
-    lse = _log_sum(high_ptr, sum_ptr, at, count, ACC, TILE, lse_ptr.dtype.element_ty)
-    lse = tl.where(count > 0, lse, float("nan"))
+    highest, total = _total(high_ptr, sum_ptr, at, count, FACTOR, ACC, TILE)
+    total = tl.where(count > 0, total, float("nan"))
+    lse = highest.to(lse_ptr.dtype.element_ty) * FACTOR + tl.log2(total.to(lse_ptr.dtype.element_ty))
     tl.store(lse_ptr + head.to(tl.int64) * S + rows, lse, mask=rows < S)
     acc = tl.zeros([TILE, COLUMNS], ACC)
     high, unit, of_tile = tl.full([TILE], -1e30, ACC), tl.full([TILE], -1e30, ACC), tl.load(high_ptr + at)
     for n in tl.range(first * TILE, (first + count) * TILE, BLOCK_K):
         if n % TILE == 0:
             high = tl.maximum(high, of_tile)
-            lifted = tl.maximum(of_tile, high - 60.0)
-            acc = acc * tl.exp2(unit - lifted)[:, None]
+            lifted = tl.maximum(of_tile, high - 60.0 / FACTOR)
+            acc = acc * tl.exp2((unit - lifted) * FACTOR)[:, None]
             following = tl.minimum(n // TILE + 1 - first, count - 1)
             unit, of_tile = lifted, tl.load(high_ptr + at + following * TILE)
         p = p_tma.load([(place + n // TILE - first) * TILE, n % TILE])
         v = v_tma.load([n, head // (HQ // HK) * D + col])
         acc = tl.dot(p, v, acc, input_precision=PRECISION, out_dtype=ACC)
-    acc = acc * tl.exp2((unit - lse).to(ACC))[:, None]
+    acc = acc * (tl.exp2((unit - highest) * FACTOR) / total)[:, None]
     _store(o_ptr, acc, i * TILE, head, col, S, HQ, D)
 
 
@@ -536,7 +539,7 @@ def _forward(
         launch(
             _values_kernel, (cdiv(work.heads[2], columns) * (chunk.end_row - chunk.first_row) * work.queries(chunk),),
             out[b], lse[b], p_in, high, total, v_in[b], work.rows, length, first_head, *rows, tiles,
-            *work.heads, tile, columns, step, work.precision, **of_values,
+            scale, *work.heads, tile, columns, step, work.precision, **of_values,
         )  # fmt: skip
     return out, lse
 
