@@ -115,6 +115,10 @@ TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_glob
 MLLAMA = dict(model_type="mllama", vision_config=TOWER,
               text_config=dict(TEXT, model_type="mllama_text_model", cross_attention_layers=[1]))  # fmt: skip
 
+GEMMA3 = dict(model_type="gemma3", text_config=TEXT, mm_tokens_per_image=4, vision_config=dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=2,
+))  # fmt: skip
+
 
 @pytest.mark.parametrize(
     "code, absent",
@@ -129,6 +133,7 @@ model(ids, labels=ids).loss.backward()
 assert all(p.grad.isfinite().all() for p in model.parameters())
 model.generate(ids, max_new_tokens=2)
 configs = {{"qwen2_vl": {QWEN2_VL}, "mllama": {MLLAMA}, "qwen3_vl": {QWEN3_VL}, "qwen3_5": {QWEN3_5}}}
+configs["gemma3"] = {GEMMA3}
 configs |= {{f"{{name}}_moe": configs[name] | {{"model_type": f"{{name}}_moe"}} for name in ("qwen3_vl", "qwen3_5")}}
 for model_type, arch in ligermodels.ARCHS.items():
     for device in ("meta", "cpu"):
