@@ -376,7 +376,7 @@ def _pads_only_after(mask: Tensor) -> bool:
 
 
 def _routing(layer: int, inputs: TextInputs, records: bool) -> dict[str, Any]:
-    """What block `layer` is told of experts, see `Routed`; nothing in a usual forward."""
+    """The entries of `carry` for block `layer` that `Routed` reads; none unless experts are given or recorded."""
     replayed = {} if inputs.experts is None else {"replayed": inputs.experts[layer]}
     return replayed | ({"records": True} if records else {})
 

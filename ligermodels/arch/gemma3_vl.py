@@ -1,4 +1,4 @@
-"""Gemma 3 with images (4B, 12B, 27B): Gemma 3 behind a SigLIP tower.
+"""Gemma 3 with images (4B, 12B, 27B): Gemma 3 and a SigLIP vision tower.
 
 - An image is always `image_size` x `image_size` pixels, and becomes `mm_tokens_per_image` tokens, 256: the tower's
   patches, averaged 4 x 4, normed and projected. They take the places of `image_token_index`, and are not multiplied by

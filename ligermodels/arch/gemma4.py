@@ -5,7 +5,7 @@
 - Each head of q, k and v is normed, v without a weight; scores are not scaled. Norm weights act as they are.
 - The rope of full blocks is "proportional": a quarter of the pairs rotates, by exponents that count the whole head.
 - The last `num_kv_shared_layers` blocks have no keys: they read those of the last block of their kind before them, and
-  with `use_double_wide_mlp` have an MLP twice as wide. Files may have weights for such keys; they are not read.
+  with `use_double_wide_mlp` have an MLP twice as wide. A file may have weights for their keys, which are not read.
 - Per-layer embeddings: a second table and a projection of the embeddings give each block an input of its own. The table
   is looked up by ids, so that `inputs_embeds` are refused.
 - What leaves a block is multiplied by `layer_scalar`, a buffer, which is not trained.
@@ -162,10 +162,10 @@ class Gemma4Block(ResidualBlock):
     def __init__(self, config: Gemma4Config, layer: int):
         super().__init__()
         size, norm = config.hidden_size, dict(eps=config.rms_norm_eps, **NORM)
-        self.keys, self.input = config.rope(layer), f"input {layer}"  # their names in `carry`
+        self.keys_name, self.input_name = config.rope(layer), f"input {layer}"  # their names in `carry`
         options: dict[str, Any] = dict(qkv_bias=config.attention_bias, o_bias=config.attention_bias, scale=1.0)
         options |= dict(qk_norm=norm, v_norm=norm | {"elementwise_affine": False}, **config.sharing(layer))
-        options["keys_as_values"] = config.attention_k_eq_v and self.keys == "full"
+        options["keys_as_values"] = config.attention_k_eq_v and self.keys_name == "full"
         self.self_attn = attention(config, layer, **options)
         for name in ("k_proj", "v_proj", "o_proj"):  # after the norms, as in transformers' order of parameters
             if (module := self.self_attn._modules.pop(name, None)) is not None:
@@ -201,8 +201,8 @@ class Gemma4Block(ResidualBlock):
 
     def _attended(self, x: Tensor, batch: Batch, cache: Any, carry: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """The output of attention, and its keys if later blocks read them."""
-        y = self.self_attn(x, batch, cache, carry.get(self.keys) if self.self_attn.reads_keys else None)
-        return (y[0], {self.keys: y[1]}) if self.self_attn.gives_keys else (y, {})
+        y = self.self_attn(x, batch, cache, carry.get(self.keys_name) if self.self_attn.reads_keys else None)
+        return (y[0], {self.keys_name: y[1]}) if self.self_attn.gives_keys else (y, {})
 
     def _mixed(self, y: Tensor, residual: Tensor) -> Tensor:
         """The MLP's output y, with that of the experts."""
@@ -219,9 +219,9 @@ class Gemma4Block(ResidualBlock):
         """x with what the block makes of its own embedding of the token."""
         if not self.width:
             return x
-        if self.input not in carry:
+        if self.input_name not in carry:
             raise InputError("a block with an embedding of its own for each token runs in its model, not alone")
-        y = glu(apply_linear(self.per_layer_input_gate, x), carry[self.input], activation=self.activation)
+        y = glu(apply_linear(self.per_layer_input_gate, x), carry[self.input_name], activation=self.activation)
         return x + self.post_per_layer_input_norm(apply_linear(self.per_layer_projection, y))
 
     def init_weights(self, draw: Draw) -> None:

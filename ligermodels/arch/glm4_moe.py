@@ -81,10 +81,10 @@ class Glm4MoeBlock(RoutedBlock):
         norm = dict(eps=config.rms_norm_eps) if config.use_qk_norm else None
         self_attn = attention(config, layer, qk_norm=norm, qkv_bias=config.attention_bias)
         has_experts = layer >= config.first_k_dense_replace
-        super().__init__(config, self_attn, experts_of(config) if has_experts else gated_mlp(config))
+        super().__init__(config, self_attn, experts_and_shared(config) if has_experts else gated_mlp(config))
 
 
-def experts_of(config: Glm4MoeConfig) -> Any:
+def experts_and_shared(config: Glm4MoeConfig) -> Any:
     """The experts of a block, with the shared one and the router."""
     size = config.moe_intermediate_size
     shared = dict(shared_size=size * config.n_shared_experts, shared_name="shared_experts")
