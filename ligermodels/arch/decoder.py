@@ -189,9 +189,9 @@ class Decoder(BaseModel):
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", False)
         elif output_router_logits and not isinstance(self.config, RoutedConfig):
-            raise InputError(f"output_router_logits=True, but {self.config.model_type} has no router")
+            raise InputError(f"output_router_logits=True, but {self.config.model_type} has no router that returns them")
         if output_experts and not isinstance(self.config, RoutedConfig):
-            raise InputError(f"output_experts=True, but {self.config.model_type} has no router")
+            raise InputError(f"output_experts=True, but {self.config.model_type} has no router that records them")
         cache, tokens, residual = inputs.cache, inputs.tokens, None
         if inputs.cu_seqlens is not None:
             tokens = tokens.reshape(1, -1, *tokens.shape[2:])

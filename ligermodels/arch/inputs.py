@@ -349,9 +349,9 @@ def _check_cache_position(positions: Any, past: int, length: int) -> None:
 def _check_experts(decoder: Any, experts: Tensor, tokens: int) -> None:
     """Raises InputError unless these are experts that the tokens can take."""
     config = decoder.config
-    number, top_k = getattr(config, "num_experts", 0), getattr(config, "num_experts_per_tok", 0)
-    if not number:
-        raise InputError(f"experts were given, but {config.model_type} has no router; leave them out")
+    top_k = getattr(config, "num_experts_per_tok", 0)  # of `RoutedConfig`: the routers of others do not take experts
+    if not top_k:
+        raise InputError(f"experts were given, but {config.model_type} has no router that takes them; leave them out")
     if decoder.cp is not None or decoder.tp is not None:
         raise InputError("experts cannot be given under context or tensor parallelism: use a mesh of dp_shard alone")
     shape = config.num_hidden_layers, tokens, top_k
@@ -360,10 +360,10 @@ def _check_experts(decoder: Any, experts: Tensor, tokens: int) -> None:
             f"experts are {experts.dtype} {list(experts.shape)}; expected integers {list(shape)}, the experts "
             "that each token takes in each block"
         )
-    if _is_readable(experts) and not (experts.min() >= -1 and experts.max() < number):
+    if _is_readable(experts) and not (experts.min() >= -1 and experts.max() < config.num_experts):
         raise InputError(
-            f"experts go from {experts.min()} to {experts.max()}; they must be below {number}, or -1 for the router's "
-            "choice"
+            f"experts go from {experts.min()} to {experts.max()}; they must be below {config.num_experts}, or -1 for "
+            "the router's choice"
         )
 
 

@@ -116,7 +116,9 @@ class Engine:
         config = self.model.config.get_text_config()
         if not self.options.output_experts:
             return
-        if not getattr(config, "num_experts", 0) or any(cache is None or cache.foreign is not None for cache in caches):
+        if not getattr(config, "num_experts_per_tok", 0) or any(
+            cache is None or cache.foreign is not None for cache in caches
+        ):
             raise InputError("output_experts needs a mixture of experts, and a cache of ours (use_cache=True)")
         for cache in caches:
             cache.record_experts(self.capacity, config.num_hidden_layers, config.num_experts_per_tok)

@@ -44,7 +44,7 @@ class GRPO(Sampling):
         return bool(self.options.router_replay)
 
     def setup(self, model: Any, folder: Path, processes: Processes) -> None:
-        if self.keeps_experts and not getattr(model.decoder.config, "num_experts", 0):
+        if self.keeps_experts and not getattr(model.decoder.config, "num_experts_per_tok", 0):
             raise InputError(f"router_replay: {type(model).__name__} has no router; leave it out")
         super().setup(model, folder, processes)
 

@@ -125,6 +125,20 @@ class TestGemma4(Suite):
         assert text.config == model.config and torch.equal(text(ids).logits, model(ids).logits)
 
 
+def test_experts_of_its_router_are_neither_taken_nor_recorded():
+    config = TestGemma4.TINY["experts"]
+    model, ids = ligermodels.Gemma4.from_config(config, device="cpu"), torch.ones(1, 3, dtype=torch.long)
+    experts = torch.zeros(config["num_hidden_layers"], 3, config["top_k_experts"], dtype=torch.int32)
+    for call in (
+        lambda: model(ids, experts=experts),
+        lambda: model(ids, output_experts=True),
+        lambda: model(ids, output_router_logits=True),
+        lambda: model.generate(ids, max_new_tokens=2, output_experts=True),
+    ):
+        with pytest.raises(InputError, match=r"has no router that|needs a mixture of experts"):
+            call()
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     (dict(num_kv_shared_layers=5), "num_kv_shared_layers=5 leaves blocks no block of their kind before them"),
     (dict(num_kv_shared_layers=9), "num_kv_shared_layers=9 leaves blocks no block of their kind before them"),
