@@ -235,7 +235,7 @@ class Gemma4Block(ResidualBlock):
         it was normed; of the chosen experts gate and up."""
         saved = sum(saved_per_token(child, policy) for child in self.children())
         if self.router is not None and policy == "none":
-            saved += 2 * self.router.top_k * self.experts.intermediate_size
+            saved += self.router.top_k * self.experts.saved_per_row
         return saved + (self.input_layernorm.hidden_size + 4 * self.width if self.width else 0)
 
 

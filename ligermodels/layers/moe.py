@@ -74,6 +74,12 @@ class Experts(Adaptable):
     def intermediate_size(self) -> int:
         return self.operand("down_proj").weight.shape[-1]
 
+    @property
+    def saved_per_row(self) -> int:
+        """gate and up of a token in one expert, and the rank of an adapter on them, unless they are recomputed."""
+        adapter = self.adapters.get("gate_up_proj")
+        return 2 * self.intermediate_size + (0 if adapter is None else adapter.r)
+
     def shards(self) -> Mapping[str, Shard]:
         inner = self.intermediate_size
         split = inner, f"an intermediate size of {inner}"
@@ -297,9 +303,7 @@ class MoE(Layer):
     def saved_per_token(self, policy: str) -> int:
         """gate and up of the chosen experts, with the ranks of an adapter, the scores where all make up the weights,
         and what the shared expert saves, with its output and the number that multiplies it."""
-        adapter = self.experts.adapters.get("gate_up_proj")
-        inside = 2 * self.experts.intermediate_size + (0 if adapter is None else adapter.r)
-        inside = self.top_k * inside if policy == "none" else 0
+        inside = self.top_k * self.experts.saved_per_row if policy == "none" else 0
         if self.routing.get("score") != "sigmoid" and not self.routing.get("normalize", True):
             inside += (1 + self.gate.fp32) * len(self.gate.weight)
         if self.shared is not None:
