@@ -328,9 +328,9 @@ class Decoder(BaseModel):
         """The inputs of the blocks besides x: rotary tables and masks."""
         length, past, cu_seqlens = tokens.shape[1], inputs.past_length, inputs.cu_seqlens
         position_ids = inputs.position_ids
-        embeddings: dict[str, Any] = {"full": self.rotary_emb, **self.ropes}
+        embeddings: list[tuple[str, Any]] = [("full", self.rotary_emb), *self.ropes.items()]
         if position_ids is None and cu_seqlens is None and past == 0:
-            rotary = {name: embedding.tables(length, tokens.device) for name, embedding in embeddings.items()}
+            rotary = {name: embedding.tables(length, tokens.device) for name, embedding in embeddings}
         else:
             if position_ids is None:
                 position_ids = torch.arange(past, past + length, device=tokens.device)[None]
@@ -341,7 +341,7 @@ class Decoder(BaseModel):
             elif cu_seqlens is not None:
                 axes = position_ids.shape[:-2]
                 position_ids = position_ids.expand(*axes, *inputs.tokens.shape[:2]).reshape(*axes, 1, -1)
-            rotary = {name: embedding(position_ids) for name, embedding in embeddings.items()}
+            rotary = {name: embedding(position_ids) for name, embedding in embeddings}
         if self.cp is not None:
             for name, (cos, sin) in rotary.items():
                 rotary[name] = self.cp.shard(cos, 1).contiguous(), self.cp.shard(sin, 1).contiguous()

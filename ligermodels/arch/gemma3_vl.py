@@ -31,7 +31,7 @@ from ligermodels.checkpoint.weights import Table
 from ligermodels.errors import InputError
 from ligermodels.layers import MLP, Attention, Batch, Embedding, LayerNorm, RMSNorm
 from ligermodels.layers.base import Draw, Layer, normal
-from ligermodels.layers.multimodal import PatchEmbedding, VisionInputs
+from ligermodels.layers.multimodal import Modality, PatchEmbedding, VisionInputs
 from ligermodels.training.recompute import Checkpointing
 
 
@@ -237,8 +237,8 @@ class Gemma3VLModel(BaseModel):
                 f"{', '.join(map(str, self._pixels))}]. Were they made for another model?"
             )
         side, count = self.multi_modal_projector.side, 0 if pixel_values is None else len(pixel_values)
-        sizes = torch.tensor([[1, side, side]] * count, device="cpu").view(-1, 3).long()
-        return VisionInputs([("image", self.config.image_token_index, sizes)], merge=1)
+        images = Modality("image", self.config.image_token_index, [(1, side, side)] * count)
+        return VisionInputs([images], merge=1)
 
 
 def runs_of(is_image: Tensor, *, packed: bool = False) -> Tensor:

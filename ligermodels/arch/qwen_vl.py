@@ -22,7 +22,7 @@ from ligermodels.arch.decoder import BaseModel, Decoder
 from ligermodels.arch.inputs import TextInputs
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import MLP, Attention, Batch, LayerNorm
-from ligermodels.layers.multimodal import Grids, VisionInputs, patch_cells
+from ligermodels.layers.multimodal import Grids, Modality, VisionInputs, patch_cells, read_grids
 from ligermodels.training.recompute import Checkpointing
 
 VISION_ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -67,9 +67,11 @@ class ImageTokens(CheckedFields):
 
     def images(self: Any, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> VisionInputs:
         """The images and videos of a call, from their sizes [images, 3] in patches."""
-        kinds = (("image", self.image_token_id, image_grid_thw), ("video", self.video_token_id, video_grid_thw))
         merge = self.vision_config.spatial_merge_size
-        return VisionInputs(kinds, merge=merge, frames_count=self.frames_count, frames_apart=self.frames_apart)
+        images = read_grids("image", image_grid_thw, merge, frames_apart=self.frames_apart)
+        videos = read_grids("video", video_grid_thw, merge, frames_apart=self.frames_apart)
+        modalities = Modality("image", self.image_token_id, images), Modality("video", self.video_token_id, videos)
+        return VisionInputs(modalities, merge=merge, frames_count=self.frames_count)
 
     def get_rope_index(
         self,

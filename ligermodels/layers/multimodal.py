@@ -60,24 +60,13 @@ class Modality(NamedTuple):
 class VisionInputs:
     """The images and videos of one call. bool() is False if there are none.
 
-    modalities: (name, token id, sizes: an integer tensor [images, 3] or None) of each. Reading sizes from a GPU
-    synchronises. frames_count: whether text after a video counts its frames, see `positions`. frames_apart: each frame
-    of a video stands alone among the tokens, as an image does.
-    Raises InputError for another shape, or sizes that are no multiples of `merge`.
+    frames_count: whether text after a video counts its frames, see `positions`.
     """
 
-    def __init__(
-        self,
-        modalities: Sequence[tuple[str, int, Tensor | None]],
-        *,
-        merge: int,
-        frames_count: bool = True,
-        frames_apart: bool = False,
-    ):
+    def __init__(self, modalities: Sequence[Modality], *, merge: int, frames_count: bool = True):
         self.merge = merge
         self.frames_count = frames_count
-        self.frames_apart = frames_apart
-        self.modalities = [Modality(name, token_id, self._read(name, sizes)) for name, token_id, sizes in modalities]
+        self.modalities = modalities
         self.grids: Grids = [grid for modality in self.modalities for grid in modality.grids]
 
     def __bool__(self) -> bool:
@@ -180,24 +169,6 @@ class VisionInputs:
         start = attention_mask[:, :past].long().sum(1, keepdim=True) + (0 if deltas is None else deltas)
         return torch.where(real, cells + before, 0) + start
 
-    def _read(self, name: str, sizes: Tensor | None) -> Grids:
-        if sizes is None:
-            return []
-        sizes = torch.as_tensor(sizes)
-        if sizes.dim() != 2 or sizes.shape[1] != 3 or sizes.is_floating_point():
-            raise InputError(
-                f"{name}_grid_thw is {sizes.dtype} {list(sizes.shape)}, expected integers [{name}s, 3]: frames, rows "
-                "and columns, in patches"
-            )
-        grids = [(t, h, w) for t, h, w in sizes.tolist()]
-        for grid in grids:
-            if min(grid) < 1 or grid[1] % self.merge or grid[2] % self.merge:
-                raise InputError(
-                    f"{name}_grid_thw contains {list(grid)}: frames, rows and columns must be positive, and rows and "
-                    f"columns multiples of {self.merge}, as the image processor makes them"
-                )
-        return [(1, h, w) for t, h, w in grids for _ in range(t)] if self.frames_apart else grids
-
     def _compare(self, counts: list[int]) -> None:
         for count, (name, token_id, grids) in zip(counts, self.modalities, strict=True):
             expected = num_tokens(grids, self.merge)
@@ -207,6 +178,30 @@ class VisionInputs:
                     f"make {expected}. Likely the text was cut, placeholders were not expanded, or a "
                     f"{name} is missing; take ids and pixels from one call of the processor"
                 )
+
+
+def read_grids(name: str, sizes: Tensor | None, merge: int, *, frames_apart: bool = False) -> Grids:
+    """The sizes of images or videos from integers [images, 3]. Reading them from a GPU synchronises.
+
+    frames_apart: each frame of a video stands alone among the tokens, as an image does.
+    Raises InputError for another shape, or sizes that are no multiples of `merge`.
+    """
+    if sizes is None:
+        return []
+    sizes = torch.as_tensor(sizes)
+    if sizes.dim() != 2 or sizes.shape[1] != 3 or sizes.is_floating_point():
+        raise InputError(
+            f"{name}_grid_thw is {sizes.dtype} {list(sizes.shape)}, expected integers [{name}s, 3]: frames, rows "
+            "and columns, in patches"
+        )
+    grids = [(t, h, w) for t, h, w in sizes.tolist()]
+    for grid in grids:
+        if min(grid) < 1 or grid[1] % merge or grid[2] % merge:
+            raise InputError(
+                f"{name}_grid_thw contains {list(grid)}: frames, rows and columns must be positive, and rows and "
+                f"columns multiples of {merge}, as the image processor makes them"
+            )
+    return [(1, h, w) for t, h, w in grids for _ in range(t)] if frames_apart else grids
 
 
 def num_tokens(grids: Grids, merge: int) -> int:

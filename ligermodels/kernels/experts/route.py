@@ -124,6 +124,7 @@ def _route_kernel(
     wait_for_previous(OVERLAP)
     ACC: tl.constexpr = weights_ptr.dtype.element_ty
     EXACT: tl.constexpr = weights_ptr.dtype.element_ty == tl.float32  # as in `activation`; fp64 is exact as it is
+    eps, scale = tl.cast(eps, ACC), tl.cast(scale, ACC)  # torch.compile passes floats as fp64
     rows = tl.program_id(0).to(tl.int64)[None, None] * ROWS + tl.arange(0, ROWS)[:, None]
     e, j = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
     inside = (rows < n_rows) & (e < E)
@@ -184,6 +185,7 @@ def _route_backward_kernel(
     """
     ACC: tl.constexpr = d_weights_ptr.dtype.element_ty
     EXACT: tl.constexpr = d_weights_ptr.dtype.element_ty == tl.float32  # as in the forward
+    eps, scale = tl.cast(eps, ACC), tl.cast(scale, ACC)
     rows = tl.program_id(0).to(tl.int64)[None, None] * ROWS + tl.arange(0, ROWS)[:, None]
     e, j = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
     inside = (rows < n_rows) & (j < TOP_K)
