@@ -335,23 +335,27 @@ def moes(case: Case) -> dict[str, Call]:
 
 DOCUMENTS = (0, 1, 4, 10, 12, 21, 25, 52, 64)
 """Where the documents of a packed row begin and end, in 64ths of it."""
+QUARTERS = (0, 16, 32, 48, 64)
 
 
 def attention_case(
-    maker: Maker, *, batch: int, length: int, heads: int, kv_heads: int, dim: int, packed: bool = False, **options: Any
-) -> Case:
+    maker: Maker, *, batch: int, length: int, heads: int, kv_heads: int, dim: int,
+    packed: Sequence[int] = (), **options: Any,
+) -> Case:  # fmt: skip
     tensors = {"q": maker(batch, length, heads, dim)} | {n: maker(batch, length, kv_heads, dim) for n in "kv"}
     if packed:
-        bounds = torch.tensor([length * end // 64 for end in DOCUMENTS], dtype=torch.int32, device=maker.device)
-        options |= {"cu_seqlens": bounds}
+        ends = [length * end // 64 for end in packed]
+        options |= {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=maker.device)}
+        options |= {"max_seqlen": max(end - start for start, end in itertools.pairwise(ends))}
     return Case(tensors, options, dim, max(length, dim))
 
 
 def attention_flops(
-    *, batch: int, length: int, heads: int, dim: int, packed: bool = False, window: int | None = None, **others: Any
-) -> float:
+    *, batch: int, length: int, heads: int, dim: int, packed: Sequence[int] = (), window: int | None = None,
+    **others: Any,
+) -> float:  # fmt: skip
     """FLOPs over the visible pairs of query and key."""
-    ends = [length * end // 64 for end in DOCUMENTS] if packed else [0, length]
+    ends = [length * end // 64 for end in packed or (0, 64)]
     pairs = 0.0
     for size in (end - start for start, end in itertools.pairwise(ends)):
         seen = min(window or size, size)
@@ -391,6 +395,11 @@ def attentions(case: Case) -> dict[str, Call]:
             heads_first = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
 
+    def efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """With the heads of k and v repeated: this engine does not group them."""
+        groups = q.shape[2] // k.shape[2]
+        return sdpa(q, *(x.repeat_interleave(groups, 2) for x in (k, v)), backend=SDPBackend.EFFICIENT_ATTENTION)
+
     def varlen(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -403,7 +412,9 @@ def attentions(case: Case) -> dict[str, Call]:
         return out.view(q.shape)
 
     found: dict[str, Call] = {"FlexAttention": flex}
-    if not case.options:
+    if not case.options and q.shape[-1] > 256:  # which the other engines do not take
+        found["memory-efficient by SDPA"] = efficient
+    elif not case.options:
         found["cuDNN by SDPA"] = functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION)
         found["FlashAttention-2 by SDPA"] = functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION)
     elif softcap is None:
@@ -472,14 +483,23 @@ OPS: dict[str, Op] = {
         [
             dict(batch=8, length=2048, heads=32, kv_heads=8, dim=64), dict(batch=4, length=4096, **_HEADS),
             dict(batch=4, length=4096, heads=8, kv_heads=4, dim=256, softcap=50.0),  # Gemma 2
-            dict(batch=2, length=8192, **_HEADS, window=1024), dict(batch=1, length=16384, **_HEADS, packed=True),
+            dict(batch=2, length=8192, **_HEADS, window=1024), dict(batch=1, length=16384, **_HEADS, packed=DOCUMENTS),
         ],
         [
             dict(batch=2, length=24, **_FEW), dict(batch=1, length=24, **_FEW, softcap=5.0),
-            dict(batch=1, length=24, **_FEW, window=8), dict(batch=1, length=64, **_FEW, packed=True),
+            dict(batch=1, length=24, **_FEW, window=8), dict(batch=1, length=64, **_FEW, packed=DOCUMENTS),
         ],
         attentions, make=attention_case, flops=attention_flops, largest={"batch": 2, "length": 2048},
         forms=(),  # it makes its mask at each call
+    ),
+    "attention_512": Op(  # Gemma 4's blocks without a window
+        "attention",
+        [dict(batch=1, length=length, heads=heads, kv_heads=kv_heads, dim=512) for length, heads, kv_heads in (
+            (1024, 16, 4), (2048, 16, 4), (4096, 16, 4), (8192, 16, 4), (16384, 16, 4), (32768, 16, 4),
+            (16384, 16, 2), (16384, 32, 4),
+        )] + [dict(batch=1, length=16384, heads=16, kv_heads=4, dim=512, packed=QUARTERS)],
+        [dict(batch=1, length=64, heads=4, kv_heads=2, dim=512)],
+        attentions, make=attention_case, flops=attention_flops, largest={"length": 4096}, forms=(),
     ),
     "gated_delta_rule": Op(
         "gated_delta_rule",

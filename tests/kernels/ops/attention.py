@@ -22,7 +22,7 @@ def visible(q, k, *, causal=True, window=None, key_mask=None, cu_seqlens=None) -
     return _visible(q, k, causal, window, key_mask, cu_seqlens)
 
 
-def eager_attention(q, k, v, *, softcap=None, scale=None, causal=True, **masks):
+def eager_attention(q, k, v, *, softcap=None, scale=None, causal=True, max_seqlen=None, **masks):
     """sdpa_attention_forward of transformers; with a softcap, which that has not, its eager_attention_forward."""
     length, num_keys, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     seen = visible(q, k, causal=causal, **masks)
