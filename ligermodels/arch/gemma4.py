@@ -258,11 +258,12 @@ class Gemma4Decoder(Decoder, Layer):
     def first_carry(self, tokens: Tensor, inputs: TextInputs, x: Tensor) -> dict[str, Any]:
         if not self.width:
             return {}
-        if inputs.inputs_embeds is not None:
+        if inputs.input_ids is None:  # beside the embeddings, where images are among them
             raise InputError("inputs_embeds: this model looks ids up in a second table; pass input_ids")
+        ids = inputs.input_ids.reshape(tokens.shape[:2])
         projected = apply_linear(self.per_layer_model_projection, x) * self.config.hidden_size**-0.5
         projected = self.per_layer_projection_norm(projected.unflatten(-1, (-1, self.width)))
-        looked_up = self.own_tokens(self.embed_tokens_per_layer(tokens)).view_as(projected)
+        looked_up = self.own_tokens(self.embed_tokens_per_layer(ids)).view_as(projected)
         by_block = ((projected + looked_up) * 2**-0.5).unbind(2)  # one op, whose backward stacks the gradients
         return {f"input {i}": x for i, x in enumerate(by_block)}
 
