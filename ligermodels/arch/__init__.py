@@ -32,6 +32,8 @@ from ligermodels.arch.qwen3_vl_moe import Qwen3VLMoe as Qwen3VLMoe, Qwen3VLMoeCo
 from ligermodels.arch.qwen3_5_vl import Qwen3_5VL as Qwen3_5VL, Qwen3_5VLConfig as Qwen3_5VLConfig
 from ligermodels.arch.qwen3_5_moe_vl import Qwen3_5MoeVL as Qwen3_5MoeVL, Qwen3_5MoeVLConfig as Qwen3_5MoeVLConfig
 from ligermodels.arch.gemma3_vl import Gemma3VL as Gemma3VL, Gemma3VLConfig as Gemma3VLConfig
+from ligermodels.arch.gemma4_vl import Gemma4VL as Gemma4VL, Gemma4VLConfig as Gemma4VLConfig
+from ligermodels.arch.gemma4_vl import Gemma4Unified as Gemma4Unified, Gemma4UnifiedConfig as Gemma4UnifiedConfig
 from ligermodels.arch.llama_vision import LlamaVision as LlamaVision, LlamaVisionConfig as LlamaVisionConfig
 
 ARCHS: dict[str, type[CausalLM]] = {
@@ -41,7 +43,7 @@ ARCHS: dict[str, type[CausalLM]] = {
 }
 """model_type of config.json -> the class that reads it: every architecture imported above."""
 
-TEXTS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXTS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """model_type of a model that reads images -> that of its text, where the zoo has a class for it alone."""
 
 PUBLIC = {"ARCHS", "load"} | {cls.__name__ for arch in ARCHS.values() for cls in (arch, arch.config_class)}

@@ -74,8 +74,10 @@ def write_checkpoint(tiny, folder, seed=0, norm=1.0):
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
-            if name.endswith("layer_scalar"):
+            if name.endswith(("layer_scalar", "std_scale")):
                 buffer.uniform_(0.5, 1.5)
+            if name.endswith(("std_bias", "_min", "_max")):  # of gemma4's tower
+                buffer.fill_({"s": 0.3, "n": -0.7, "x": 0.9}[name[-1]]).mul_(1 + 0.3 * torch.rand_like(buffer))
     return save_as_released(model, folder)
 
 
