@@ -99,7 +99,7 @@ class Gemma4VisionConfig(VisionConfig):
 class Gemma4UnifiedVisionConfig(VisionConfig):
     """vision_config of a config.json of model_type gemma4_unified. Patches come merged from the image processor."""
 
-    unused: ClassVar = frozenset({"initializer_range"})
+    unused: ClassVar = frozenset({"initializer_range", "model_patch_size"})
     merge: ClassVar[int] = 1
 
     patch_size: int = 16

@@ -5,8 +5,9 @@
 - With use_bidirectional_attention "vision" (12B and larger) the tokens of an image see each other both ways in sliding
   blocks, within the window. Full blocks are causal, unlike Gemma 3's. An image is a run of `image_token_id`: the chat
   template puts text between two of them.
-- transformers 5.24 computes gemma4_unified otherwise in a plain forward: full blocks see an image both ways, sliding
-  ones beyond the window. Its own masks for static caches are as here, as is Gemma 4's first implementation.
+- A plain forward of transformers 5.24 computes gemma4_unified otherwise: full blocks see an image both ways, sliding
+  ones beyond the window. Its masks for static caches, gemma4 and google-deepmind/gemma have it as here
+  (https://github.com/huggingface/transformers/issues/46711).
 - Audio and videos are refused. The weights of E2B and E4B that read audio are left out, here and in what is saved.
 
 Checked against: models/gemma4/modeling_gemma4.py and models/gemma4_unified of transformers 5.24.

@@ -5,7 +5,7 @@ from transformers.models.gemma4_unified import modeling_gemma4_unified
 
 from tests.arch.test_gemma4 import FULL, SLIDING, tiny as text_of
 
-IMAGE, PATCH, MERGE = 93, 2, 3
+IMAGE, PATCH = 93, 2
 IDS = dict(
     image_token_id=IMAGE, video_token_id=94, audio_token_id=95, boi_token_id=90, eoi_token_id=91, boa_token_id=92,
     eoa_token_index=96,
@@ -25,7 +25,7 @@ def tiny(vision=None, root=None, **text):
     """Whose text has windows of 6 tokens."""
     text = text_of(**{"tie_word_embeddings": True, **text})
     root = {"tie_word_embeddings": text["tie_word_embeddings"], **IDS, **(root or {})}
-    return dict(model_type="gemma4", text_config=text, vision_config=VISION | (vision or {}), **root)
+    return dict(model_type="gemma4", text_config=text, vision_config=VISION | (vision or {})) | root
 
 
 def unified(vision=None, **text):
@@ -54,7 +54,8 @@ def inputs(rows, config, pad=None, seed=0):
     """Arguments of forward for rows of parts: a number of random tokens, or ("image", rows, columns), in tokens. pad:
     the side of the padding."""
     torch.manual_seed(seed)
-    merge = 1 if config["model_type"] == "gemma4_unified" else MERGE
+    pooled = config["vision_config"].get("pooling_kernel_size", 3)
+    merge, side = (1, pooled * PATCH) if config["model_type"] == "gemma4_unified" else (pooled, PATCH)
     texts, images = [], []
     for row in rows:
         parts = []
@@ -74,7 +75,7 @@ def inputs(rows, config, pad=None, seed=0):
     if images:
         # transformers pools by the ratio of lengths: a multiple of merge * merge
         count = max(h * w for h, w in images) + 2 * merge**2
-        pixels = torch.zeros(len(images), count, 3 * PATCH**2 * (MERGE // merge) ** 2)
+        pixels = torch.zeros(len(images), count, 3 * side**2)
         places = torch.full((len(images), count, 2), -1)
         for i, (h, w) in enumerate(images):
             pixels[i, : h * w] = torch.rand(h * w, pixels.shape[2])
