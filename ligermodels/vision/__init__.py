@@ -10,6 +10,10 @@ except ModuleNotFoundError as error:
     ) from error
 
 from ligermodels.vision.gemma3 import Gemma3ImageProcessor as Gemma3ImageProcessor
+from ligermodels.vision.gemma4 import (
+    Gemma4ImageProcessor as Gemma4ImageProcessor,
+    Gemma4UnifiedImageProcessor as Gemma4UnifiedImageProcessor,
+)
 from ligermodels.vision.images import load_image as load_image
 from ligermodels.vision.mllama import MllamaImageProcessor as MllamaImageProcessor
 from ligermodels.vision.processor import ModelInputs as ModelInputs, Processor as Processor

@@ -1,8 +1,9 @@
 """Processors: text with placeholders and images to the inputs of a model.
 
 The placeholder of Qwen's models is repeated once for every embedding of the tower; Llama-3.2-Vision's stays one token,
-with a cross-attention mask over tokens and tiles. Placeholders are found in the ids, not in the text. Gemma 3's becomes
-text with line ends around it, before the text is encoded: line ends that meet are one token.
+with a cross-attention mask over tokens and tiles; Gemma 4's is repeated between two further tokens. Placeholders are
+found in the ids, not in the text. Gemma 3's becomes text with line ends around it, before the text is encoded: line
+ends that meet are one token.
 
 From Qwen3-VL on a video becomes, for every two frames, their time and a placeholder of an image's form:
 <0.2 seconds><|vision_start|><|video_pad|><|vision_end|>. They take the place of <|vision_start|><|video_pad|>
@@ -27,6 +28,7 @@ from ligermodels.checkpoint.files import read_json
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.text import Tokenizer, batch
 from ligermodels.vision.gemma3 import Gemma3ImageProcessor
+from ligermodels.vision.gemma4 import Gemma4ImageProcessor, Gemma4UnifiedImageProcessor
 from ligermodels.vision.mllama import MllamaImageProcessor, cross_attention_mask
 from ligermodels.vision.qwen2_vl import Qwen2VLImageProcessor, Qwen3VLVideoProcessor
 
@@ -39,12 +41,15 @@ FAMILIES = {
     "qwen3_5_moe": "Qwen2VLImageProcessor",
     "mllama": "MllamaImageProcessor",
     "gemma3": "Gemma3ImageProcessor",
+    "gemma4": "Gemma4ImageProcessor",
+    "gemma4_unified": "Gemma4UnifiedImageProcessor",
 }
 """model_type of config.json -> image_processor_type of preprocessor_config.json, which may end in Fast or Pil."""
 
 FPS = 2.0
 """The frames a second that Qwen3-VL is made for."""
 
+_ON_THE_HOST = ("_grid_thw", "_position_ids")
 _SOURCES = {"image": ("image", "image_url", "url", "path", "base64"), "video": ("video", "url", "path")}
 """The keys of a message part's image or video."""
 
@@ -55,10 +60,11 @@ class ModelInputs(dict[str, Tensor]):
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> "ModelInputs":
         """A copy on `device`; `dtype` applies to floating-point tensors.
 
-        `image_grid_thw` and `video_grid_thw` stay on the CPU, where the model reads them without synchronising.
+        `image_grid_thw`, `video_grid_thw` and `image_position_ids` stay on the CPU, where the model reads them without
+        synchronising.
         """
         moved = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in self.items()}
-        return ModelInputs(moved | {name: x for name, x in self.items() if name.endswith("_grid_thw")})
+        return ModelInputs(moved | {name: x for name, x in self.items() if name.endswith(_ON_THE_HOST)})
 
 
 class Processor:
@@ -69,8 +75,8 @@ class Processor:
         inputs = processor.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
         ids = model.generate(**inputs.to("cuda"), max_new_tokens=99, eos_token_id=processor.tokenizer.chat_stop_ids)
 
-    tokenizer: the `Tokenizer`. image_processor: a `Qwen2VLImageProcessor`, `MllamaImageProcessor` or
-    `Gemma3ImageProcessor`.
+    tokenizer: the `Tokenizer`. image_processor: a `Qwen2VLImageProcessor`, `MllamaImageProcessor`,
+    `Gemma3ImageProcessor`, `Gemma4ImageProcessor` or `Gemma4UnifiedImageProcessor`.
     video_processor: a `Qwen2VLImageProcessor` with the limits for frames, from Qwen3-VL on a `Qwen3VLVideoProcessor`;
     None in a family without videos.
     image_token, video_token: the placeholders in a text.
@@ -80,7 +86,7 @@ class Processor:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        image_processor: Qwen2VLImageProcessor | MllamaImageProcessor | Gemma3ImageProcessor,
+        image_processor: Qwen2VLImageProcessor | MllamaImageProcessor | Gemma3ImageProcessor | Gemma4ImageProcessor,
         video_processor: Qwen2VLImageProcessor | None = None,
         *,
         chat_template: str | None = None,
@@ -128,6 +134,9 @@ class Processor:
             nested = read_json(folder / "processor_config.json") if (folder / "processor_config.json").is_file() else {}
             image = {**image, **{key: nested[key] for key in ("image_seq_length",) if key in nested}}
             return cls(tokenizer, Gemma3ImageProcessor.from_config(image, where=where), chat_template=template)
+        if family in ("gemma4", "gemma4_unified"):
+            of_images = Gemma4ImageProcessor if family == "gemma4" else Gemma4UnifiedImageProcessor
+            return cls(tokenizer, of_images.from_config(image, where=where), chat_template=template)
         of_videos = Qwen2VLImageProcessor if family == "qwen2_vl" else Qwen3VLVideoProcessor
         frames = of_videos.from_config(video, video=True, where=f"{where} (videos)")
         return cls(tokenizer, Qwen2VLImageProcessor.from_config(image, where=where), frames, chat_template=template)
@@ -146,9 +155,10 @@ class Processor:
     ) -> ModelInputs:
         """The inputs of the model for one text or a list of texts.
 
-        Returns input_ids and attention_mask, int64 [B, S]. Gemma 3: also pixel_values for images. Qwen's models: also
-        pixel_values and image_grid_thw for images, pixel_values_videos and video_grid_thw for videos.
-        Llama-3.2-Vision: also pixel_values, aspect_ratio_ids, aspect_ratio_mask and cross_attention_mask for images.
+        Returns input_ids and attention_mask, int64 [B, S]. Gemma 3: also pixel_values for images. Gemma 4: also
+        pixel_values and image_position_ids for images. Qwen's models: also pixel_values and image_grid_thw for images,
+        pixel_values_videos and video_grid_thw for videos. Llama-3.2-Vision: also pixel_values, aspect_ratio_ids,
+        aspect_ratio_mask and cross_attention_mask for images.
 
         text: with one placeholder (`image_token`, `video_token`) for each image and video.
         images: for one text an image or a list of them; for several texts a list of lists, one for each text, or one
@@ -192,6 +202,13 @@ class Processor:
                 expanded = [re.sub(re.escape(self.image_token), lambda _: next(parts), entry) for entry in texts]
                 rows = [self._encode(entry, add_special_tokens) for entry in expanded]
             return ModelInputs(batch.padded(rows, padding_side, self.tokenizer.padding_id) | squares)
+        if isinstance(self.image_processor, Gemma4ImageProcessor):
+            patches: dict[str, Tensor] = {}
+            if names:
+                patches, counts = self.image_processor([image for some in images for image in some], names)
+                start, end = (self._tokens[token] for token in self.image_processor.other_tokens)
+                rows = _repeat(rows, self._tokens["image"], counts, [start], [end])
+            return ModelInputs(batch.padded(rows, padding_side, self.tokenizer.padding_id) | patches)
         clips = self._per_text("video", videos, rows)
         media: dict[str, Tensor] = {}
         if any(clips) and self.video_processor is not None:
@@ -200,10 +217,11 @@ class Processor:
             if isinstance(self.video_processor, Qwen3VLVideoProcessor):
                 rows = [self._encode(entry, add_special_tokens) for entry in self._with_times(texts, clips, fps)]
                 grids = grids.repeat_interleave(grids[:, 0], 0).index_fill(1, torch.tensor(0), 1)
-            rows = _repeat(rows, self._tokens["video"], self.video_processor, grids)
+            rows = _repeat(rows, self._tokens["video"], map(self.video_processor.num_tokens, grids))
         if any(images):
             media |= self.image_processor([image for some in images for image in some], names)
-            rows = _repeat(rows, self._tokens["image"], self.image_processor, media["image_grid_thw"])
+            counts = map(self.image_processor.num_tokens, media["image_grid_thw"])
+            rows = _repeat(rows, self._tokens["image"], counts)
         return ModelInputs(batch.padded(rows, padding_side, self.tokenizer.padding_id) | media)
 
     def apply_chat_template(
@@ -349,10 +367,12 @@ class Processor:
 _FILM = " Video files are not decoded: pass a list of frames."
 
 
-def _repeat(rows: list[list[int]], token: int, processor: Qwen2VLImageProcessor, grids: Tensor) -> list[list[int]]:
-    """Repeats each placeholder `token` once for each token of its grid."""
-    counts = iter([processor.num_tokens(grid) for grid in grids.tolist()])
-    return [[copy for i in row for copy in ([i] * next(counts) if i == token else (i,))] for row in rows]
+def _repeat(
+    rows: list[list[int]], token: int, counts: Iterable[int], before: Sequence[int] = (), after: Sequence[int] = ()
+) -> list[list[int]]:
+    """Repeats each placeholder `token` as often as its count says, between the tokens `before` and `after`."""
+    left = iter(counts)
+    return [[x for i in row for x in ((*before, *[i] * next(left), *after) if i == token else (i,))] for row in rows]
 
 
 def _read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:

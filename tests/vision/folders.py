@@ -69,6 +69,23 @@ GEMMA3 = {
     "size": {"height": 896, "width": 896},
 }
 GEMMA3_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+GEMMA4 = {
+    "do_convert_rgb": True,
+    "do_normalize": False,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.0, 0.0, 0.0],
+    "image_processor_type": "Gemma4ImageProcessor",
+    "image_seq_length": 280,
+    "image_std": [1.0, 1.0, 1.0],
+    "max_soft_tokens": 280,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "resample": 3,
+    "rescale_factor": 0.00392156862745098,
+}
+GEMMA4_TOKENS = {"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"}
+GEMMA4_TOKENS |= {"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"}
 QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 QWEN_TOKENS += ("<|image_pad|>", "<|video_pad|>")
 MLLAMA_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -109,6 +126,18 @@ GEMMA3_TEMPLATE = """{{- bos_token }}
 {%- endfor %}{%- endif %}{{- '<end_of_turn>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}"""
+
+
+GEMMA4_TEMPLATE = """{{- bos_token }}
+{%- for message in messages %}
+{{- '<|turn>' + message['role'].replace('assistant', 'model') + '\n' }}
+{%- if message['content'] is string %}{{- message['content'] }}{%- else %}
+{%- for part in message['content'] %}
+{%- if part['type'] == 'image' %}{{- '\n\n<|image|>\n\n' }}{%- endif %}
+{%- if part['type'] == 'text' %}{{- part['text'] }}{%- endif %}
+{%- endfor %}{%- endif %}{{- '<turn|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|turn>model\n' }}{%- endif %}"""
 
 
 def _tokenizer(folder: Path, special: tuple[str, ...], **config: Any) -> None:
@@ -173,6 +202,22 @@ def gemma3(folder: Path, **config: Any) -> Path:
     write(folder, "preprocessor_config.json", GEMMA3 | config)
     length = config.get("image_seq_length", 256)
     write(folder, "processor_config.json", {"image_seq_length": length, "processor_class": "Gemma3Processor"})
+    return folder
+
+
+def gemma4(folder: Path, **config: Any) -> Path:
+    tokens = ("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", *GEMMA4_TOKENS.values(), "<|video|>")
+    special = {"bos_token": "<bos>", "eos_token": "<turn|>", "pad_token": "<pad>", **GEMMA4_TOKENS}
+    _tokenizer(folder, tokens, **special, extra_special_tokens=GEMMA4_TOKENS)
+    write(folder, "chat_template.jinja", GEMMA4_TEMPLATE)
+    write(folder, "config.json", {"model_type": "gemma4"})
+    write(folder, "processor_config.json", {"image_processor": GEMMA4 | config, "processor_class": "Gemma4Processor"})
+    return folder
+
+
+def gemma4_unified(folder: Path, **config: Any) -> Path:
+    gemma4(folder, image_processor_type="Gemma4UnifiedImageProcessor", **config)
+    write(folder, "config.json", {"model_type": "gemma4_unified"})
     return folder
 
 

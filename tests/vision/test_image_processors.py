@@ -9,13 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from PIL import Image
+from transformers.models.gemma4 import image_processing_pil_gemma4 as theirs_gemma4
 from transformers.models.mllama import image_processing_pil_mllama as theirs_mllama
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as theirs_qwen
 
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.vision import MllamaImageProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor
+from ligermodels.vision import (
+    Gemma4ImageProcessor,
+    Gemma4UnifiedImageProcessor,
+    MllamaImageProcessor,
+    Qwen2VLImageProcessor,
+    Qwen3VLVideoProcessor,
+)
 from ligermodels.vision.qwen2_vl import smart_resize
-from tests.vision.folders import MLLAMA, QWEN, QWEN3, QWEN3_VIDEO, draw
+from tests.vision.folders import GEMMA4, MLLAMA, QWEN, QWEN3, QWEN3_VIDEO, draw
 
 # (height, width): one pixel, thin and flat up to 1:200, around multiples of 28 and of 14, halves that round to even.
 SIZES = [
@@ -95,12 +102,12 @@ def test_a_video_is_its_frames_two_by_two(count):
     )
 
 
-def theirs_for_videos(name):
-    """A function of transformers' processor of videos, whose module cannot be imported without torchvision."""
-    [folder] = importlib.util.find_spec("transformers.models.qwen3_vl").submodule_search_locations
-    tree = ast.parse((Path(folder) / "video_processing_qwen3_vl.py").read_text())
+def theirs_of(family, file, name):
+    """A function of a module of transformers that cannot be imported without torchvision."""
+    [folder] = importlib.util.find_spec(f"transformers.models.{family}").submodule_search_locations
+    tree = ast.parse((Path(folder) / f"{file}.py").read_text())
     found = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    names = {"math": math}
+    names = {"math": math, "torch": torch}
     exec(compile(ast.Module([found], []), name, "exec"), names)
     return names[name]
 
@@ -111,7 +118,7 @@ LIMITS = [(4096, 25165824), (128 * 32 * 32, 32 * 32 * 768), (1, 32 * 32 * 4)]
 @given(st.integers(2, 800), sides, sides, st.sampled_from(LIMITS))
 @settings(max_examples=100, deadline=None)
 def test_sizes_of_frames_are_those_of_transformers(frames, height, width, limits):
-    theirs = theirs_for_videos("smart_resize")
+    theirs = theirs_of("qwen3_vl", "video_processing_qwen3_vl", "smart_resize")
     processor = Qwen3VLVideoProcessor(min_pixels=limits[0], max_pixels=limits[1])
     try:
         expected = theirs(frames, height, width, factor=32, min_pixels=limits[0], max_pixels=limits[1])
@@ -124,7 +131,7 @@ def test_sizes_of_frames_are_those_of_transformers(frames, height, width, limits
 
 def test_frames_within_a_cap():
     """Of 768 tokens a frame, and an even share of the limit of the video, but the least size at any rate."""
-    theirs = theirs_for_videos("smart_resize")
+    theirs = theirs_of("qwen3_vl", "video_processing_qwen3_vl", "smart_resize")
     processor = Qwen3VLVideoProcessor.from_config(QWEN3_VIDEO | {"cap_pixels_per_frame": True}, video=True)
     for frames, most in ((4, 768 * 32 * 32), (100, 25165824 // 100), (768, 25165824 // 768), (8000, int(4096 * 1.05))):
         options = dict(factor=32, min_pixels=4096, max_pixels=most * frames)
@@ -231,3 +238,41 @@ REFUSED = [
 def test_refused(call, message):
     with pytest.raises((ConfigError, InputError), match=message):
         call()
+
+
+@given(sides, sides, st.sampled_from([(16, 280, 3), (14, 70, 4), (4, 1120, 1)]))
+@settings(max_examples=100, deadline=None)
+def test_sizes_of_gemma_4_are_those_of_transformers(height, width, sizes):
+    patch, tokens, merge = sizes
+    processor = Gemma4ImageProcessor(patch_size=patch, max_soft_tokens=tokens, pooling_kernel_size=merge)
+    expected = theirs_gemma4.get_aspect_ratio_preserving_size(height, width, patch, tokens * merge**2, merge)
+    assert processor._size(height, width) == expected
+
+
+@pytest.mark.parametrize("changes", [{}, dict(max_soft_tokens=70, patch_size=4, resample=2, pooling_kernel_size=2)])
+def test_patches_of_gemma_4_are_those_of_transformers(changes):
+    config, images = GEMMA4 | changes, [draw(60, 90, 1), draw(480, 480, 2), draw(33, 700, 3), draw(900, 7, 4)]
+    inputs, counts = Gemma4ImageProcessor.from_config(config)(images, ["a", "b", "c", "d"])
+    expected = theirs_gemma4.Gemma4ImageProcessorPil(**config)(images, return_tensors="pt")
+    assert counts == expected.pop("num_soft_tokens_per_image").tolist()
+    assert inputs.keys() == expected.keys() and all(torch.equal(inputs[name], expected[name]) for name in inputs)
+    # The 12B's patches are those of a token, put together: in transformers from the ones above, image by image.
+    merged, again = Gemma4UnifiedImageProcessor.from_config(config)(images, ["a", "b", "c", "d"])
+    assert again == counts and merged["pixel_values"].shape[1] == config["max_soft_tokens"]
+    merge = theirs_of("gemma4_unified", "image_processing_gemma4_unified", "patches_merge")
+    for i, count in enumerate(counts):
+        patches = [inputs[name][i, : count * config["pooling_kernel_size"] ** 2][None] for name in inputs]
+        pixels, places = merge(*patches, count)
+        assert torch.equal(merged["pixel_values"][i, :count], pixels[0]) and not merged["pixel_values"][i, count:].any()
+        assert torch.equal(merged["image_position_ids"][i, :count], places[0])
+        assert (merged["image_position_ids"][i, count:] == -1).all()
+
+
+def test_what_the_processor_of_gemma_4_refuses():
+    with pytest.raises(ConfigError, match=r"max_soft_tokens is 100, not one of \(70, 140"):
+        Gemma4ImageProcessor.from_config(GEMMA4 | {"max_soft_tokens": 100})
+    as_they_are = Gemma4ImageProcessor.from_config(GEMMA4 | {"do_resize": False, "max_soft_tokens": 70})
+    assert as_they_are([draw(48, 96)], ["a"])[1] == [2]
+    for size in ((48, 90), (48 * 7, 48 * 11)):
+        with pytest.raises(InputError, match=r"a: .* with do_resize false both sides must be multiples of 48"):
+            as_they_are([draw(*size)], ["a"])

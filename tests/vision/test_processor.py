@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata
@@ -85,6 +86,13 @@ class TheirGemma3:
         return self.processor.apply_chat_template(messages, **options)
 
 
+class TheirGemma4(transformers.Gemma4Processor):
+    """Without the check of classes, which needs a video processor and one of audio."""
+
+    def check_argument_for_proper_class(self, name, argument):
+        return type(argument)
+
+
 @pytest.fixture(scope="module")
 def qwen_folder(tmp_path_factory):
     return folders.qwen2_vl(tmp_path_factory.mktemp("qwen"), **SMALL)
@@ -140,6 +148,15 @@ def gemma3(gemma3_folder):
     return Processor.from_folder(gemma3_folder), TheirGemma3(theirs)
 
 
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory):
+    folder = folders.gemma4(tmp_path_factory.mktemp("gemma4"), patch_size=4, max_soft_tokens=70)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    images = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
+    theirs = TheirGemma4(None, images, tokenizer, None, chat_template=folders.GEMMA4_TEMPLATE)
+    return Processor.from_folder(folder), theirs
+
+
 def same(actual, expected, names):
     assert set(actual) == set(names)
     for name in names:
@@ -157,6 +174,11 @@ OF_QWEN = {
 }
 START = "<start_of_image>"
 BATCHES = {
+    "gemma4": {
+        "batch": ([f"a {IMAGE}", f"{IMAGE}\n\n{IMAGE}are these two the same?"], [[DOG], [CAT, OWL]]),
+        "some without": (["plain text, and more of it", f"x\n{IMAGE}\n", "short"], [[], [DOG], []]),
+        "none": (["plain", "a longer plain text"], None),
+    },
     "gemma3": {
         "batch": ([f"a {START}", f"{START}\n\n{START}are these two the same?"], [[DOG], [CAT, OWL]]),
         "some without": (["plain text, and more of it", f"x\n{START}\n", "short"], [[], [DOG], []]),
@@ -174,6 +196,7 @@ BATCHES = {
     },
 }
 PIXELS = {
+    "gemma4": ["pixel_values", "image_position_ids"],
     "gemma3": ["pixel_values"],
     "qwen3": ["pixel_values", "image_grid_thw"],
     "qwen": ["pixel_values", "image_grid_thw"],
@@ -187,7 +210,7 @@ def test_inputs_are_those_of_transformers(family, case, side, request):
     ours, theirs = request.getfixturevalue(family)
     text, images = BATCHES[family][case]
     actual = ours(text, images, padding_side=side)
-    if family not in ("mllama", "gemma3") and images is not None:
+    if family not in ("mllama", "gemma3", "gemma4") and images is not None:
         images = [image for batch in images for image in batch]
     expected = theirs(text=list(text), images=images, padding=True, padding_side=side, return_tensors="pt")
     same(actual, expected, ["input_ids", "attention_mask", *(PIXELS[family] if images is not None else [])])
@@ -250,7 +273,7 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen", "qwen3", "mllama", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen", "qwen3", "mllama", "gemma3", "gemma4"])
 @pytest.mark.parametrize("case", CHATS)
 def test_conversations_are_those_of_transformers(family, case, request):
     ours, theirs = request.getfixturevalue(family)
@@ -394,7 +417,7 @@ def test_both_generations_of_files(family, request, tmp_path):
         assert (ours.video_processor.min_pixels, ours.video_processor.max_pixels) == (784, 784 * 12)
 
 
-@pytest.mark.parametrize("family", ["qwen", "mllama", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen", "mllama", "gemma3", "gemma4"])
 def test_saved_folders_are_whole(family, request, tmp_path):
     ours = request.getfixturevalue(family)[0]
     ours.save(tmp_path)
