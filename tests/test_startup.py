@@ -119,6 +119,11 @@ GEMMA3 = dict(model_type="gemma3", text_config=TEXT, mm_tokens_per_image=4, visi
     hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=2,
 ))  # fmt: skip
 
+GEMMA4 = dict(model_type="gemma4", text_config=TEXT, vision_config=dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+))  # fmt: skip
+GEMMA4_UNIFIED = dict(GEMMA4, model_type="gemma4_unified", vision_config=dict(mm_embed_dim=16, output_proj_dims=16))
+
 
 @pytest.mark.parametrize(
     "code, absent",
@@ -133,7 +138,7 @@ model(ids, labels=ids).loss.backward()
 assert all(p.grad.isfinite().all() for p in model.parameters())
 model.generate(ids, max_new_tokens=2)
 configs = {{"qwen2_vl": {QWEN2_VL}, "mllama": {MLLAMA}, "qwen3_vl": {QWEN3_VL}, "qwen3_5": {QWEN3_5}}}
-configs["gemma3"] = {GEMMA3}
+configs |= {{"gemma3": {GEMMA3}, "gemma4": {GEMMA4}, "gemma4_unified": {GEMMA4_UNIFIED}}}
 configs |= {{f"{{name}}_moe": configs[name] | {{"model_type": f"{{name}}_moe"}} for name in ("qwen3_vl", "qwen3_5")}}
 for model_type, arch in ligermodels.ARCHS.items():
     for device in ("meta", "cpu"):

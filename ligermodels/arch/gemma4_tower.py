@@ -16,6 +16,7 @@ Checked against: models/gemma4/modeling_gemma4.py and models/gemma4_unified of t
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ from ligermodels.arch.gemma4 import NORM
 from ligermodels.arch.qwen_vl import check_axial_rope
 from ligermodels.kernels.loss.embedding import embedding
 from ligermodels.layers import Attention, Batch, GatedMLP, LayerNorm, RMSNorm, VisionRotary
-from ligermodels.layers.base import Draw, Layer, normal, ones, zeros
+from ligermodels.layers.base import Draw, Layer, Shard, normal, ones, zeros
 from ligermodels.layers.linear import JointProjections, apply_linear
 from ligermodels.layers.multimodal import Grids, num_tokens, patch_cells
 from ligermodels.training.recompute import Checkpointing
@@ -183,6 +184,9 @@ def clippable(layer: JointProjections, clips: bool) -> Any:
 class AxialNorm(RMSNorm):
     """The norm of a head with the dims in the order in which attention rotates them: the first half of each half, which
     turns by the column or by the row, then the second ones. Scores are the same in any order that q and k share."""
+
+    def shards(self) -> Mapping[str, Shard]:
+        return {}  # a tower is whole on each rank
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x).unflatten(-1, (2, 2, -1)).transpose(-3, -2).flatten(-3)

@@ -171,8 +171,8 @@ class Gemma4UnifiedModel(BaseModel):
         if pixel_values is not None:
             if ids is None:
                 raise InputError("images need input_ids, which say where they stand, and no inputs_embeds")
+            tokens = self.soft_tokens(pixel_values, images.grids)  # before the embedding, as below
             embeds = self.language_model.embed_tokens(inputs.input_ids)
-            tokens = self.soft_tokens(pixel_values, images.grids)
             embeds = embeds.flatten(0, 1).index_copy(0, places, tokens.to(embeds.dtype)).view_as(embeds)
             if config.use_bidirectional_attention == "vision":
                 for_text = {"together": runs_of(is_image, packed=inputs.cu_seqlens is not None)}

@@ -12,10 +12,10 @@ IDS = dict(
 )  # fmt: skip
 VISION = dict(
     model_type="gemma4_vision", hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=8, patch_size=PATCH, position_embedding_size=14,
+    num_key_value_heads=2, head_dim=8, patch_size=PATCH, position_embedding_size=20,
 )  # fmt: skip
 EMBEDDER = dict(
-    model_type="gemma4_unified_vision", patch_size=PATCH, mm_embed_dim=20, mm_posemb_size=5, output_proj_dims=20
+    model_type="gemma4_unified_vision", patch_size=PATCH, mm_embed_dim=20, mm_posemb_size=7, output_proj_dims=20
 )
 NOT_UNIFIED = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 BOTH_WAYS = dict(use_bidirectional_attention="vision")

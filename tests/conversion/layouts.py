@@ -54,6 +54,19 @@ EXTRA = {
             "image_size": 8, "patch_size": 2,
         },
     },
+    "gemma4": {
+        "sliding_window": 8, "image_token_id": 45, "video_token_id": 46, "audio_token_id": 47,
+        "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 48, "global_head_dim": 8,
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 8, "patch_size": 2, "position_embedding_size": 9,
+            "use_clipped_linears": True, "standardize": True,
+        },
+    },
+    "gemma4_unified": {
+        "sliding_window": 8, "image_token_id": 45, "video_token_id": 46, "audio_token_id": 47, "global_head_dim": 8,
+        "vision_config": {"patch_size": 2, "mm_embed_dim": 12, "output_proj_dims": 12, "mm_posemb_size": 7},
+    },
     "qwen3_5": {
         "head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "full_attention_interval": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 0, 0]},

@@ -9,7 +9,7 @@ import torch
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generation import continuous, generate, generate_many, generate_many_iter, graphs
-from tests.arch import gemma3_vl, llama_vision, qwen2_vl, qwen3_vl
+from tests.arch import gemma3_vl, gemma4_vl, llama_vision, qwen2_vl, qwen3_vl
 from tests.generation import models
 from tests.generation.models import family, with_large_weights
 from tests.tiny import FAMILIES
@@ -70,7 +70,7 @@ def test_every_family_writes_what_it_writes_alone(name, device, steps):
 
 def test_text_alone_in_models_that_read_images(device):
     of_qwen = qwen2_vl.windowed(), qwen3_vl.qwen3_vl(), qwen3_vl.qwen3_5()
-    for config in (*of_qwen, gemma3_vl.tiny(), llama_vision.tiny()):
+    for config in (*of_qwen, gemma3_vl.tiny(), gemma4_vl.tiny(), gemma4_vl.unified(), llama_vision.tiny()):
         model = with_large_weights(ligermodels.ARCHS[config["model_type"]].from_config(config, seed=0)).to(device)
         texts = [text.clamp(max=qwen2_vl.IMAGE - 1) for text in prompts(LENGTHS[:6])]
         options = dict(max_new_tokens=12, eos_token_id=stop_ids(model, texts, 12))

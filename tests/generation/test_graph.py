@@ -15,7 +15,7 @@ import ligermodels
 from ligermodels.generation import generate, generate_iter, graphs
 from ligermodels.layers.state import as_cache
 from ligermodels.training.lora import add_lora
-from tests.arch import gemma3_vl, llama_vision, qwen2_vl, qwen3_vl
+from tests.arch import gemma3_vl, gemma4_vl, llama_vision, qwen2_vl, qwen3_vl
 from tests.generation.models import family, llama, padded, prompt, with_large_weights
 from tests.tiny import FAMILIES
 
@@ -54,6 +54,17 @@ def test_images_of_gemma_3(device, steps):
     model = with_large_weights(ligermodels.Gemma3VL.from_config(config, seed=0)).to(device)
     for rows in ([[3, "image", 4]], [[3, "image", 2], [5], [2, "image", 1, "image"]]):
         batch = {name: x.to(device) for name, x in gemma3_vl.inputs(rows, config, "left").items()}
+        assert_same_ids(model, steps, batch.pop("input_ids"), **batch)
+
+
+@pytest.mark.parametrize("build", [gemma4_vl.tiny, gemma4_vl.unified])
+def test_images_of_gemma_4(build, device, steps):
+    config = build(use_bidirectional_attention="vision", tie_word_embeddings=False, hidden_size_per_layer_input=6)
+    model = with_large_weights(ligermodels.ARCHS[config["model_type"]].from_config(config, seed=0)).to(device)
+    one, other = ("image", 1, 2), ("image", 2, 2)
+    for rows in ([[3, one, 4]], [[3, other, 2], [5], [2, one, 1, other]]):
+        batch = gemma4_vl.inputs(rows, config, "left")
+        batch = {name: x if name == "image_position_ids" else x.to(device) for name, x in batch.items()}
         assert_same_ids(model, steps, batch.pop("input_ids"), **batch)
 
 

@@ -15,13 +15,14 @@ from ligermodels.layers import Embedding, Experts, LMHead, Router
 from ligermodels.layers.base import Layer, fp32_names
 from ligermodels.parallel.tensor import check_tensor
 from ligermodels.training import add_mtp
-from tests.arch import gemma3_vl, llama_vision, qwen2_vl, qwen3_vl
+from tests.arch import gemma3_vl, gemma4_vl, llama_vision, qwen2_vl, qwen3_vl
 from tests.tiny import FAMILIES, TINY
 
 CONFIGS = {name: {"model_type": name, **TINY, **changes} for name, changes in FAMILIES.items()}
 CONFIGS["gemma4_text"] |= dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=20)
 CONFIGS |= {"mllama": llama_vision.tiny(), "qwen2_vl": qwen2_vl.tiny()}
 CONFIGS |= {"gemma3": gemma3_vl.tiny(vocab_size=98), "qwen3_vl": qwen3_vl.qwen3_vl(), "qwen3_5": qwen3_vl.qwen3_5()}
+CONFIGS |= {"gemma4": gemma4_vl.tiny(vocab_size=98), "gemma4_unified": gemma4_vl.unified(vocab_size=98)}
 CONFIGS |= {"qwen3_vl_moe": qwen3_vl.qwen3_vl_moe(), "qwen3_5_moe": qwen3_vl.qwen3_5_moe()}
 
 

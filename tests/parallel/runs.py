@@ -21,7 +21,7 @@ from ligermodels.layers import moe
 from ligermodels.layers.base import fp32_layers, fp32_names
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, add_mtp, count_expert_loads, offload, update_router_biases
-from tests.arch import gemma3_vl, qwen2_vl, qwen3_vl, toy_family
+from tests.arch import gemma3_vl, gemma4_vl, qwen2_vl, qwen3_vl, toy_family
 from tests.arch.suite import suites
 from tests.parallel.ranks import results_of_ranks
 from tests.tiny import ExactRouter
@@ -91,6 +91,11 @@ FAMILIES = {
     "gemma3": gemma3_vl.tiny(
         vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2
     ),
+    "gemma4": gemma4_vl.tiny(
+        dict(use_clipped_linears=True, standardize=True), vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB,
+        intermediate_size=48, initializer_range=0.2, hidden_size_per_layer_input=10, **gemma4_vl.BOTH_WAYS,
+    ),
+    "gemma4_unified": gemma4_vl.unified(vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2),
     "mllama": dict(
         model_type="mllama", image_token_index=VOCAB, vision_config=TOWER,
         text_config=dict(SIZES, num_hidden_layers=3, cross_attention_layers=[1]),
@@ -165,6 +170,10 @@ def batch(family, kind):
     elif family == "gemma3" and kind == "images":
         ids[:, 4:8] = gemma3_vl.IMAGE
         made["pixel_values"] = torch.randn(ROWS, 3, gemma3_vl.SIZE, gemma3_vl.SIZE, generator=draw)
+    elif family in ("gemma4", "gemma4_unified") and kind == "images":
+        images = gemma4_vl.inputs([[("image", *size)] for size in ((2, 3), (3, 2), (1, 6), (6, 1))], FAMILIES[family])
+        ids[:, 4:10] = gemma4_vl.IMAGE
+        made |= {name: images[name] for name in ("pixel_values", "image_position_ids")}
     elif family == "mllama" and kind == "images":
         made["pixel_values"] = torch.randn(ROWS, 1, 4, 3, 8, 8, generator=draw)
         made["aspect_ratio_ids"] = torch.tensor([[1], [2], [5], [8]])

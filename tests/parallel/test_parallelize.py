@@ -29,7 +29,17 @@ an ulp. The roundings are as many and as large, and others."""
 
 IMAGES = {
     family: dict(kind="images")
-    for family in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "qwen3_5_moe_vl", "gemma3", "mllama")
+    for family in (
+        "qwen2_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5_vl",
+        "qwen3_5_moe_vl",
+        "gemma3",
+        "gemma4",
+        "gemma4_unified",
+        "mllama",
+    )
 }
 WITHOUT_TP = ("mllama", "qwen3_5_one_key_head")
 PAIRS = ("fsdp2", "tp2", "cp2")
@@ -83,7 +93,8 @@ QUICK = [
     gradients("gemma2", "fsdp2", offloads=True),
     gradients("qwen2_vl", "cp2"),
     gradients("qwen3_vl", "tp2"),
-    *(gradients("gemma3", split) for split in PAIRS),
+    *(gradients(family, split) for family in ("gemma3", "gemma4") for split in PAIRS),
+    gradients("gemma4_unified", "fsdp2"),
     gradients("qwen3_vl_moe", "fsdp2"),
     gradients("qwen3_vl_moe", "tp2"),
     gradients("qwen3_5_moe_vl", "fsdp2"),
@@ -99,6 +110,7 @@ QUICK = [
     job("images_on_one_rank", family="qwen2_vl"),
     job("images_on_one_rank", family="qwen3_vl"),
     job("images_on_one_rank", family="mllama"),
+    job("images_on_one_rank", family="gemma4"),
     job("accumulated", family="llama", split="fsdp2"),
     job("accumulated", family="llama", split="cp2"),
     job("logits", family="gemma2", split="tp2"),

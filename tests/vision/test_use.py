@@ -12,7 +12,13 @@ import transformers
 
 import ligermodels
 from ligermodels.cli import main
-from tests.arch import gemma3_vl as small_gemma3, llama_vision, qwen2_vl as small_qwen2_vl, qwen3_vl as small_qwen3_vl
+from tests.arch import (
+    gemma3_vl as small_gemma3,
+    gemma4_vl as small_gemma4,
+    llama_vision,
+    qwen2_vl as small_qwen2_vl,
+    qwen3_vl as small_qwen3_vl,
+)
 from tests.arch.suite import auto_class
 from tests.vision import folders
 
@@ -73,8 +79,24 @@ def gemma3(folder: Path):
     return small_gemma3.tiny(dict(image_size=28, patch_size=7), ids, tie_word_embeddings=False, **text)
 
 
+def gemma4(folder: Path):
+    folders.gemma4(folder, patch_size=2, max_soft_tokens=70)
+    tokenizer = ligermodels.Tokenizer.from_folder(folder)
+    names = {f"{name}_id" for name in folders.GEMMA4_TOKENS} - {"eoa_token_id"}
+    ids = {name: tokenizer.token_to_id(folders.GEMMA4_TOKENS[name.removesuffix("_id")]) for name in names}
+    ids |= dict(video_token_id=tokenizer.token_to_id("<|video|>"), eoa_token_index=tokenizer.token_to_id("<audio|>"))
+    rows, eos = tokenizer.vocab_size, tokenizer.token_to_id("<turn|>")
+    text = dict(
+        vocab_size=rows, vocab_size_per_layer_input=rows, eos_token_id=eos, use_bidirectional_attention="vision"
+    )
+    vision = dict(position_embedding_size=99, use_clipped_linears=True)
+    options = dict(hidden_size_per_layer_input=6, tie_word_embeddings=False, **SIZES)
+    return small_gemma4.tiny(vision, ids, **text, **options)
+
+
 @pytest.fixture(
-    params=[qwen2_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, mllama, gemma3], ids=lambda build: build.__name__
+    params=[qwen2_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, mllama, gemma3, gemma4],
+    ids=lambda build: build.__name__,
 )
 def built(request, tmp_path):
     """(folder, transformers' model): a checkpoint of random weights that transformers wrote, with a processor."""
@@ -95,6 +117,8 @@ def said(model, inputs, length, stops) -> list[int]:
     inputs = dict(inputs)
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()
+    if "image_position_ids" in inputs:
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).long()
     if "Gemma3" in type(model).__name__:
         inputs["token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).long()
     out = model.generate(**inputs, do_sample=False, max_new_tokens=length, pad_token_id=0, eos_token_id=list(stops))
