@@ -15,6 +15,7 @@ Unified: patches of 48 x 48 pixels, projected between two layer norms; then the 
 Checked against: models/gemma4/modeling_gemma4.py and models/gemma4_unified of transformers 5.24.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -149,6 +150,11 @@ def without_padding(pixels: Tensor, grids: Grids, merge: int) -> tuple[Tensor, T
 class ClippableLinear(Layer):
     """A linear module, whose inputs and outputs may be clamped to bounds, which are buffers."""
 
+    input_min: Tensor
+    input_max: Tensor
+    output_min: Tensor
+    output_max: Tensor
+
     def __init__(self, linear: nn.Linear, *, clips: bool):
         super().__init__()
         self.linear, self.clips = linear, clips
@@ -165,13 +171,17 @@ class ClippableLinear(Layer):
 
     def init_weights(self, draw: Draw) -> None:
         for name, bound in BOUNDS.items() if self.clips else ():
-            draw(getattr(self, name), lambda values, _, bound=bound: values.fill_(bound))
+            draw(getattr(self, name), functools.partial(_fill, bound))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.clips:
             return apply_linear(self.linear, x)
         x = apply_linear(self.linear, x.clamp(self.input_min, self.input_max))
         return x.clamp(self.output_min, self.output_max)
+
+
+def _fill(bound: float, values: Tensor, generator: torch.Generator | None) -> None:
+    values.fill_(bound)
 
 
 def clippable(layer: JointProjections, clips: bool) -> Any:
@@ -238,6 +248,9 @@ class Gemma4Tower(Layer):
 
     `checkpointing`, an attribute: what the blocks save for the backward.
     """
+
+    std_bias: Tensor
+    std_scale: Tensor
 
     def __init__(self, config: Gemma4VisionConfig):
         super().__init__()

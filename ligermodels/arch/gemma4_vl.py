@@ -60,7 +60,7 @@ class Gemma4VLConfig(NestedFields, Gemma4Config):
         "audio_token_id",
     )  # fmt: skip
 
-    vision_config: VisionConfig = field(default_factory=dict)  # type: ignore[arg-type]  # read as `vision_class`
+    vision_config: Gemma4VisionConfig = field(default_factory=Gemma4VisionConfig)
     boi_token_id: int | None = 255999
     eoi_token_id: int | None = 258882
     image_token_id: int = 258880
@@ -104,6 +104,7 @@ class Gemma4UnifiedConfig(Gemma4VLConfig):
         "top_k_experts", "moe_intermediate_size",
     )  # fmt: skip
 
+    vision_config: Gemma4UnifiedVisionConfig = field(default_factory=Gemma4UnifiedVisionConfig)  # type: ignore[assignment]
     max_position_embeddings: int = 262144
     sliding_window: int | None = 1024
     use_bidirectional_attention: str | None = "vision"
@@ -125,15 +126,15 @@ class Gemma4ImageDecoder(ImageDecoder, Gemma4Decoder):
     """Numbers the images for its sliding blocks alone."""
 
     def runner(self, tokens: Tensor, inputs: TextInputs, x: Tensor) -> Callable[..., Any]:
-        run, windows = super().runner(tokens, inputs, x), [self.config.window(i) for i in range(len(self.layers))]
+        run = super().runner(tokens, inputs, x)
 
-        def run_block(i: int, block: Any, x: Tensor, residual: Tensor | None, batch: Any, *more: Any) -> Any:
-            if batch.together is not None and windows[i] is None:
+        def run_by_kind(i: int, block: Any, x: Tensor, residual: Tensor | None, batch: Any, *more: Any) -> Any:
+            if self.config.window(i) is None:
                 batch = copy.copy(batch)
                 batch.together = None
             return run(i, block, x, residual, batch, *more)
 
-        return run_block
+        return run_by_kind if inputs.images else run
 
 
 class Gemma4UnifiedModel(BaseModel):
@@ -141,9 +142,9 @@ class Gemma4UnifiedModel(BaseModel):
 
     def __init__(self, config: Gemma4UnifiedConfig):
         super().__init__()
-        self.config = config
+        self.config: Any = config
         self.language_model = Gemma4ImageDecoder(config)
-        self.embed_vision = UnifiedEmbedder(config.vision_config, config.hidden_size, config.initializer_range)
+        self.embed_vision: Any = UnifiedEmbedder(config.vision_config, config.hidden_size, config.initializer_range)
 
     def soft_tokens(self, pixels: Tensor, grids: Grids) -> Tensor:
         """The embeddings of the images' tokens [N, hidden_size]."""
@@ -164,18 +165,18 @@ class Gemma4UnifiedModel(BaseModel):
             # Not in a step of decoding: a token that the model has drawn is text, whatever its id.
             if pixel_values is not None or not inputs.past_length or ids.shape[1] > 1:
                 check = images.check_count(ids)
-            is_image, places = ids == config.image_token_id, images.places(ids)
-            for token in (media.token_id for media in images.modalities):  # drawn ones are pad tokens, too
-                ids = ids.masked_fill(ids == token, config.pad)
-            inputs = replace(inputs, input_ids=ids)
+            masked = ids
+            for media in images.modalities:  # in a step of decoding, too, as in transformers
+                masked = masked.masked_fill(ids == media.token_id, config.pad)
+            inputs = replace(inputs, input_ids=masked)
         if pixel_values is not None:
             if ids is None:
                 raise InputError("images need input_ids, which say where they stand, and no inputs_embeds")
             tokens = self.soft_tokens(pixel_values, images.grids)  # before the embedding, as below
-            embeds = self.language_model.embed_tokens(inputs.input_ids)
+            embeds, places = self.language_model.embed_tokens(inputs.input_ids), images.places(ids)
             embeds = embeds.flatten(0, 1).index_copy(0, places, tokens.to(embeds.dtype)).view_as(embeds)
             if config.use_bidirectional_attention == "vision":
-                for_text = {"together": runs_of(is_image, packed=inputs.cu_seqlens is not None)}
+                for_text = {"together": runs_of(ids == config.image_token_id, packed=inputs.cu_seqlens is not None)}
         elif self.always_runs_tower and inputs.cache is None:
             merge, width = config.vision_config.merge, config.vision_config.patch_width
             empty = torch.zeros(1, merge**2, width, device=inputs.tokens.device)
@@ -194,11 +195,12 @@ class Gemma4UnifiedModel(BaseModel):
             raise InputError("pixel_values and image_position_ids go together; take both from the processor")
         if pixels is not None and places is not None:
             expected = [*pixels.shape[:2], 2]
-            if not len(pixels) or pixels.shape[2:] != (vision.patch_width,) or [*places.shape] != expected:
+            fits = len(pixels) and pixels.shape[2:] == (vision.patch_width,) and [*places.shape] == expected
+            if not fits or places.is_floating_point():
                 raise InputError(
-                    f"pixel_values have shape {list(pixels.shape)} and image_position_ids {list(places.shape)}, "
-                    f"expected [images, patches, {vision.patch_width}] and [images, patches, 2]. Were they made for "
-                    "another model?"
+                    f"pixel_values have shape {list(pixels.shape)} and image_position_ids are {places.dtype} "
+                    f"{list(places.shape)}, expected [images, patches, {vision.patch_width}] and integers "
+                    "[images, patches, 2]. Were they made for another model?"
                 )
             grids = [_grid(i, image, vision) for i, image in enumerate(places.cpu())]  # waits for a GPU
         counts = {"image": grids, "video": [], "audio": []}
@@ -210,12 +212,13 @@ class Gemma4UnifiedModel(BaseModel):
 def _grid(number: int, places: Tensor, vision: Any) -> tuple[int, int, int]:
     """Frames, rows and columns of an image from the places (x, y) of its patches, row by row, then -1."""
     columns, rows = (places.amax(0) + 1).tolist()
-    grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
-    count, merge = len(grid), vision.merge
-    if (
-        not count or rows % merge or columns % merge or max(rows, columns) > vision.places or count > len(places)
-        or not torch.equal(places[:count].long(), grid) or (places[count:] != -1).any()
-    ):  # fmt: skip
+    count, merge = rows * columns, vision.merge
+    fits = 0 < count <= len(places) and max(rows, columns) <= vision.places and not (rows % merge or columns % merge)
+    if fits:
+        grid, patch = torch.full_like(places, -1), torch.arange(count, device="cpu")
+        grid[:count] = torch.stack([patch % columns, patch // columns], 1)
+        fits = torch.equal(places, grid)
+    if not fits:
         raise InputError(
             f"image_position_ids of image {number} are not those of a grid: x, y of each patch row by row, multiples "
             f"of {merge} in both directions and at most {vision.places}, then -1 and -1 at padding"
@@ -240,8 +243,8 @@ class Gemma4VLModel(Gemma4UnifiedModel):
 class Gemma4VL(CausalLM):
     """Gemma 4 with images. `Gemma4VL.from_hub("google/gemma-4-E2B-it")` loads one."""
 
-    config_class: ClassVar = Gemma4VLConfig
-    make_model: ClassVar = Gemma4VLModel
+    config_class: ClassVar[Any] = Gemma4VLConfig
+    make_model: ClassVar[Any] = Gemma4VLModel
     model: Gemma4UnifiedModel
     _no_split_modules: ClassVar = ["Gemma4Block", "Gemma4VisionBlock"]
     IGNORE = (
@@ -278,8 +281,8 @@ class Gemma4VL(CausalLM):
         for name in REFUSED.keys() & inputs.keys():
             if inputs.pop(name) is not None:
                 raise InputError(f"{name}: {REFUSED[name]} not supported, text and images are; leave it out")
-        images = dict(pixel_values=pixel_values, image_position_ids=image_position_ids)
-        return super().forward(input_ids, attention_mask, position_ids, labels, **images, **inputs)
+        inputs |= dict(pixel_values=pixel_values, image_position_ids=image_position_ids)
+        return super().forward(input_ids, attention_mask, position_ids, labels, **inputs)
 
 
 class Gemma4Unified(Gemma4VL):

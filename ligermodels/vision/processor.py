@@ -220,8 +220,8 @@ class Processor:
             rows = _repeat(rows, self._tokens["video"], map(self.video_processor.num_tokens, grids))
         if any(images):
             media |= self.image_processor([image for some in images for image in some], names)
-            counts = map(self.image_processor.num_tokens, media["image_grid_thw"])
-            rows = _repeat(rows, self._tokens["image"], counts)
+            of_images = map(self.image_processor.num_tokens, media["image_grid_thw"])
+            rows = _repeat(rows, self._tokens["image"], of_images)
         return ModelInputs(batch.padded(rows, padding_side, self.tokenizer.padding_id) | media)
 
     def apply_chat_template(

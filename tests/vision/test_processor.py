@@ -18,6 +18,7 @@ from transformers.video_utils import VideoMetadata
 
 import ligermodels
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.recipes.data.images import add
 from ligermodels.vision import Processor
 from tests.vision import folders
 from tests.vision.folders import draw
@@ -426,6 +427,13 @@ def test_saved_folders_are_whole(family, request, tmp_path):
     expected = ours(ours.image_token, CAT)
     same(again(ours.image_token, CAT), expected, list(expected))
     again.save(tmp_path)  # over itself
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_rows_with_images_that_cannot_be_trained_on_are_refused(family, request):
+    ours = request.getfixturevalue(family)[0]
+    with pytest.raises(InputError, match=rf"cannot be trained on with a {type(ours.image_processor).__name__} yet"):
+        add(ours.image_token, [1], [CAT], ours)
 
 
 def test_bad_folders(qwen_folder, tmp_path):
