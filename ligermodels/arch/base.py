@@ -124,7 +124,8 @@ class CausalLM(Pretrained, TrainerInterface):
             nothing is packed, recomputed in a backward, or split over GPUs, and else False. Gradients reach the new
             tokens alone, not the cached ones. Where `decoder.rotary_emb.needs_recompute(past, past + S)` (longrope),
             empty it and pass the whole text, as `generate` does: the cached keys were rotated by other frequencies.
-        logits_to_keep: compute the logits of the last n positions only; 0: of all.
+        logits_to_keep: compute the logits, or with return_logits=False the last hidden state, of the last n positions
+            only; 0: of all.
         ignore_index: a label that counts as -100 does.
         return_logits: False without labels skips the head, and `last_hidden_state` is all there is.
         return_logprobs: with labels, returns `logprobs` in place of the loss: at each position the log probability of
@@ -177,7 +178,7 @@ class CausalLM(Pretrained, TrainerInterface):
             targets = self._targets(labels, inputs, shifted=shifted, ignore_index=ignore_index)
             if self._trains_mtp(inputs):
                 options["mtp"] = self.mtp
-        output = self.model(text, output_hidden_states=output_hidden_states, **options)
+        output = self.model(inputs.of_decoder, output_hidden_states=output_hidden_states, **options)
         return self._with_head(output, inputs, targets)
 
     def _targets(self, labels: Tensor, inputs: ForwardInputs, **options: Any) -> Targets:
@@ -225,7 +226,7 @@ class CausalLM(Pretrained, TrainerInterface):
             output["aux_loss"] = load_balancing_loss(
                 output["router_logits"],
                 top_k=cast(Any, self.decoder.config).num_experts_per_tok,
-                attention_mask=None if mask is None else mask[:, -x.shape[1] :],
+                attention_mask=None if mask is None else mask[:, -inputs.text.tokens.shape[1] :],
                 data=None if parallel is None else parallel.data,
             )
             if "loss" in computed:

@@ -4,6 +4,7 @@
 one with a vision tower whose `language_model` is the `Decoder`.
 """
 
+import copy
 import inspect
 import math
 import os
@@ -93,6 +94,9 @@ class Decoder(BaseModel):
 
     cp: MeshGroup | None = None
     tp: MeshGroup | None = None
+    first_reader: int | None = None
+    """The first block from which on no block has keys of its own. Where the last states of a text are wanted alone
+    (`TextInputs.last`), those tokens alone run from there on, over the keys of all."""
     param_dtype: torch.dtype | None = None
     """The dtype of the weights in the blocks under FSDP's mixed precision; None: as they are stored."""
     _tied_head: Any = None
@@ -205,10 +209,14 @@ class Decoder(BaseModel):
         experts: list[Tensor | None] = []
         records = output_experts or (cache is not None and "experts" in cache.values)
         carry = self.first_carry(tokens, inputs, x)
-        run = self.runner(tokens, inputs, x)
+        run, cut = self.runner(tokens, inputs, x), self._cut(inputs)
         if cache is not None and inputs.decode_step is None:
             cache.begin()
         for i, layer in enumerate(self.layers):
+            if i == cut:
+                x, residual = x[:, -inputs.last :], None if residual is None else residual[:, -inputs.last :]
+                carry, batch = self.carry_of_last(carry, inputs.last), _of_last_tokens(batch, inputs.last)
+                shape = x.shape
             if output_hidden_states:
                 hidden_states.append((x if residual is None else x + residual).reshape(shape))
             is_plain_block = isinstance(layer, ResidualBlock) and not has_hooks(layer)
@@ -230,6 +238,8 @@ class Decoder(BaseModel):
         if self.tp is not None:
             last = {name: self.tp.all_gather(x, 1) for name, x in last.items()}
         output = CausalLMOutput({name: x.reshape(shape) for name, x in last.items()})
+        if inputs.last:
+            output["last_hidden_state"] = output["last_hidden_state"][:, -inputs.last :]
         if records:
             some = next(x for x in experts if x is not None)
             output["experts"] = torch.stack([torch.full_like(some, -1) if x is None else x for x in experts])
@@ -294,6 +304,19 @@ class Decoder(BaseModel):
         """What block `layer` gets of all that was added before it."""
         return carry
 
+    def carry_of_last(self, carry: dict[str, Any], count: int) -> dict[str, Any]:
+        """`carry` where the last `count` tokens of each row run alone from here on, over the keys of all."""
+        return carry
+
+    def _cut(self, inputs: TextInputs) -> int | None:
+        """The block from which on the last tokens run alone. None: all tokens run through all blocks, as they also do
+        where rows are packed, and where a hook of a user gets the states of these blocks."""
+        first = self.first_reader
+        if first is None or not 0 < inputs.last < inputs.tokens.shape[1] or inputs.cu_seqlens is not None:
+            return None
+        readers = [module for layer in [*self.layers][first:] for module in layer.modules()]
+        return first if is_plain(self.norm, *readers) else None
+
     def runner(self, tokens: Tensor, inputs: TextInputs, x: Tensor) -> Callable[..., Any]:
         """What runs each block, see `Checkpointing.start`. A family overrides it that adds something between blocks."""
         return run_block if inputs.cache is not None else self.checkpointing.start(x, len(self.layers))
@@ -356,6 +379,16 @@ class Decoder(BaseModel):
             rotary=rotary, key_mask=key_mask, token_mask=token_mask, cu_seqlens=cu_seqlens,
             max_seqlen=inputs.max_seqlen, past_length=past, cp=self.cp,
         )  # fmt: skip
+
+
+def _of_last_tokens(batch: Batch, count: int) -> Batch:
+    """`batch` for the last `count` tokens of each row, which see the keys of all."""
+    batch = copy.copy(batch)
+    batch.rotary = {
+        name: (cos[:, -count:].contiguous(), sin[:, -count:].contiguous()) for name, (cos, sin) in batch.rotary.items()
+    }
+    batch.token_mask = None if batch.token_mask is None else batch.token_mask[:, -count:]
+    return batch
 
 
 def total_memory(device: torch.device) -> float:

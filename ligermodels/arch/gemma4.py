@@ -6,6 +6,7 @@
 - The rope of full blocks is "proportional": a quarter of the pairs rotates, by exponents that count the whole head.
 - The last `num_kv_shared_layers` blocks have no keys: they read those of the last block of their kind before them, and
   with `use_double_wide_mlp` have an MLP twice as wide. A file may have weights for their keys, which are not read.
+  Where the logits of the last tokens are wanted alone, as after a prompt, these blocks run for those tokens alone.
 - Per-layer embeddings: a second table and a projection of the embeddings give each block an input of its own. The table
   is looked up by ids, so that `inputs_embeds` are refused.
 - What leaves a block is multiplied by `layer_scalar`, a buffer, which is not trained.
@@ -244,6 +245,7 @@ class Gemma4Decoder(Decoder, Layer):
 
     def __init__(self, config: Gemma4Config):
         super().__init__(config, Gemma4Block, norm=NORM, embedding_scale=config.hidden_size**0.5)
+        self.first_reader = config.first_reader
         self.width = width = config.hidden_size_per_layer_input
         if width:
             columns, rows = config.num_hidden_layers * width, config.vocab_size_per_layer_input
@@ -269,6 +271,9 @@ class Gemma4Decoder(Decoder, Layer):
 
     def inputs_of(self, layer: int, carry: dict[str, Any]) -> dict[str, Any]:
         return {name: carry[name] for name in ("full", "sliding", f"input {layer}") if name in carry}
+
+    def carry_of_last(self, carry: dict[str, Any], count: int) -> dict[str, Any]:
+        return {name: x[:, -count:] if name.startswith("input") else x for name, x in carry.items()}
 
 
 class Gemma4(CausalLM):

@@ -8,7 +8,7 @@ and the values of a mask and of cu_seqlens are trusted.
 import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -48,7 +48,8 @@ class TextInputs(MovableInputs):
     marked them; None where nothing is packed. decode_step: (starts, ends), int32 [B] each, in a decoding step of one
     token a row: the columns of the row's first token and past its new one. The caller counts the token. experts:
     integers [L, T, K], the experts that the T tokens take in each block, -1 for the router's choice; blocks without a
-    router ignore theirs. images: what the text model of a family reads of images, by name; empty without.
+    router ignore theirs. last: the number of last positions of each row whose last hidden states are wanted; 0: of all.
+    images: what the text model of a family reads of images, by name; empty without.
     """
 
     input_ids: Tensor | None
@@ -60,6 +61,7 @@ class TextInputs(MovableInputs):
     max_seqlen: int | None
     decode_step: tuple[Tensor, Tensor] | None = None
     experts: Tensor | None = None
+    last: int = 0
     images: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -209,6 +211,11 @@ class ForwardInputs(NamedTuple):
     return_logprobs: bool
     loss_function: Callable[..., Tensor] | None
     output_hidden_states: bool | None
+
+    @property
+    def of_decoder(self) -> TextInputs:
+        """`text`, which asks the decoder for the last hidden states that are read."""
+        return self.text if self.output_hidden_states else replace(self.text, last=self.logits_to_keep)
 
     def check(self, model: Any) -> None:
         """Raises InputError for arguments of the head that do not fit each other, the text or the `CausalLM`."""

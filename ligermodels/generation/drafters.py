@@ -280,7 +280,8 @@ class DraftingEngine(PaddedEngine):
 
     def _run(self, **inputs: Any) -> Any:
         """The output of the model, with logits of the last token alone; stores the hidden states."""
-        output = self.model(**inputs | {"return_logits": False})
+        keep = 0 if isinstance(self.drafter, MultiToken) else 1  # which reads the states of the prompt
+        output = self.model(**inputs | {"return_logits": False, "logits_to_keep": keep})
         hidden = output.last_hidden_state[0]
         if self.length == self.start:  # a chunk of the prompt
             self.unread.append(hidden)

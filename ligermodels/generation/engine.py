@@ -145,7 +145,8 @@ class Engine:
             for begin in range(past, length, chunk):
                 end = min(begin + chunk, length)
                 part = {} if embeds is None else {"inputs_embeds": embeds[:, begin:end]}
-                rest = {"logits_to_keep": 1, **(inputs or {})} if end == length else {"return_logits": False}
+                rest: dict[str, Any] = {"logits_to_keep": 1}  # the engine reads no other state
+                rest |= (inputs or {}) if end == length else {"return_logits": False}
                 prepared = self.prepare(
                     ids[:, begin:end], attention_mask=None if mask is None else mask[:, :end],
                     position_ids=None if positions is None else positions[:, begin:end], past_key_values=cache,

@@ -8,10 +8,21 @@ import transformers
 from safetensors.torch import save_file
 
 import ligermodels
-from ligermodels.arch.gemma4 import Gemma4Config
+from ligermodels.arch.gemma4 import Gemma4Block, Gemma4Config
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation import graphs
-from tests.arch.suite import Suite, check_compiled, read_tensors, rope, tiny_config
+from tests.arch.suite import (
+    GRADIENTS,
+    LOGITS,
+    Suite,
+    check_compiled,
+    read_tensors,
+    relative,
+    rope,
+    theirs,
+    theirs_logits,
+    tiny_config,
+)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPES = {FULL: rope("proportional", partial_rotary_factor=0.5), SLIDING: {"rope_type": "default", "rope_theta": 20.0}}
@@ -123,6 +134,112 @@ class TestGemma4(Suite):
         ):
             text = self.arch.from_hub(tmp_path, progress=False)
         assert text.config == model.config and torch.equal(text(ids).logits, model(ids).logits)
+
+
+KEYS = 3
+"""The blocks of `shared_keys` with keys of their own; three more read these."""
+PADDED = torch.tensor([[0] * 5 + [1] * 14 + [0] * 2, [1] * 21, [1] * 9 + [0] * 12])
+
+
+class TestBlocksWithoutKeys:
+    """They run for the tokens alone whose last states are read."""
+
+    @pytest.fixture
+    def model(self, written):
+        return ligermodels.Gemma4.from_hub(written(TestGemma4.TINY["shared_keys"]), progress=False)
+
+    @pytest.fixture
+    def ids(self):
+        return torch.randint(3, 90, (3, 21), generator=torch.Generator().manual_seed(1))
+
+    @pytest.fixture
+    def tokens(self, monkeypatch):
+        """The tokens of a row that each block ran for, in order; a method is replaced, as a hook has to see all."""
+        seen, forward = [], Gemma4Block.forward
+
+        def counted(self, x, *inputs, **options):
+            seen.append(x.shape[1])
+            return forward(self, x, *inputs, **options)
+
+        monkeypatch.setattr(Gemma4Block, "forward", counted)
+        return seen
+
+    @pytest.mark.parametrize("mask", [None, PADDED], ids=["unpadded", "padded"])
+    @pytest.mark.parametrize("keep", [1, 4, 8, 20])
+    def test_last_logits_are_those_of_transformers_and_of_all_tokens(self, written, model, ids, tokens, mask, keep):
+        hf = theirs(written(TestGemma4.TINY["shared_keys"]))
+        given = {} if mask is None else {"attention_mask": mask}
+        real = torch.ones_like(ids[:, -keep:], dtype=torch.bool) if mask is None else mask[:, -keep:].bool()
+        whole = model(ids, **given, use_cache=False).logits[:, -keep:]
+        expected = theirs_logits(hf, ids, **given)[:, -keep:]
+        for how in (dict(use_cache=False), dict(use_cache=True), dict(past_key_values=transformers.DynamicCache())):
+            tokens.clear()
+            found = model(ids, **given, **how, logits_to_keep=keep).logits
+            assert tokens == [21] * KEYS + [keep] * 3 and found.shape[1] == keep
+            assert relative(found[real], expected[real]) < LOGITS and relative(found[real], whole[real]) < LOGITS
+            assert found.isfinite().all()
+        found = model(ids, **given, logits_to_keep=keep, return_logits=False).last_hidden_state
+        assert found.shape[1] == keep and relative(model.logits_of(found)[real], expected[real]) < LOGITS
+
+    def test_parts_of_a_text_leave_the_same_cache(self, written, model, ids, tokens):
+        """Every part asks for its last token alone; the blocks with keys store all, past the window of 6 too."""
+        expected = theirs_logits(theirs(written(TestGemma4.TINY["shared_keys"])), ids)
+        cache, past = model.new_cache(3, 21), 0
+        for length in (3, 9, 1, 2, 6):
+            part = slice(past, past + length)
+            found = model(ids[:, part], past_key_values=cache, logits_to_keep=1, return_logits=past % 2 == 0)
+            logits = found.logits if past % 2 == 0 else model.logits_of(found.last_hidden_state)
+            past += length
+            assert relative(logits, expected[:, past - 1 : past]) < LOGITS and logits.shape[1] == 1
+        assert tokens == [n for length in (3, 9, 1, 2, 6) for n in [length] * KEYS + [1] * 3]
+
+    @pytest.mark.parametrize("recompute", ["none", "block"])
+    def test_gradients_of_last_logits_are_those_of_all(self, model, ids, tokens, recompute):
+        model.train().gradient_checkpointing_enable({"recompute": recompute})
+        found = []
+        for keep in (0, 4):
+            model.zero_grad()
+            logits = model(ids, attention_mask=PADDED, logits_to_keep=keep).logits[:, -4:]
+            logits.square().mean().backward()
+            found.append([parameter.grad for parameter in model.parameters()])
+        assert 4 in tokens and all(map(torch.is_tensor, found[1]))
+        for grad, expected in zip(*found, strict=True):
+            assert relative(grad, expected) < GRADIENTS
+
+    def test_all_tokens_run_where_all_are_read(self, model, ids, tokens):
+        whole = model(ids, use_cache=False)
+        asked = dict(logits_to_keep=2, use_cache=False)
+        output = model(ids, output_hidden_states=True, **asked)
+        assert [x.shape[1] for x in output.hidden_states] == [21] * 7 and output.last_hidden_state.shape[1] == 21
+        assert relative(output.logits, whole.logits[:, -2:]) < LOGITS
+        model.train()(ids, labels=ids).loss.backward()
+        bounds = torch.tensor([0, 30, 44, 63], dtype=torch.int32)
+        packed = model(ids, cu_seqlens=bounds).logits
+        assert relative(model(ids, cu_seqlens=bounds, logits_to_keep=2).logits, packed[:, -2:]) < LOGITS
+        model.eval()(ids, logits_to_keep=21, use_cache=False)
+        assert set(tokens) == {21, 63}
+
+    @pytest.mark.parametrize("where", ["layers.5", "layers.3.mlp", "norm"])
+    def test_a_hook_gets_the_states_of_all_tokens(self, model, ids, where):
+        expected, seen = model(ids, logits_to_keep=2, use_cache=False).logits, []
+        hook = model.model.get_submodule(where).register_forward_hook(lambda *given: seen.append(given[1][0].shape[1]))
+        found = model(ids, logits_to_keep=2, use_cache=False).logits
+        hook.remove()
+        assert seen == [21] and relative(found, expected) < LOGITS
+
+    @pytest.mark.parametrize("drafts", [False, True])
+    @pytest.mark.parametrize("chunk", [None, 8])
+    def test_generation_reads_a_prompt_so(self, written, model, tokens, chunk, drafts):
+        ids = torch.randint(3, 90, (1 if drafts else 2, 19))
+        expected = theirs(written(TestGemma4.TINY["shared_keys"])).generate(
+            ids, max_new_tokens=9, do_sample=False, eos_token_id=[]
+        )
+        tokens.clear()
+        options = dict(prompt_lookup_num_tokens=2) if drafts else {}
+        found = model.generate(ids, max_new_tokens=9, eos_token_id=[], prefill_chunk_size=chunk, **options)
+        assert torch.equal(found, expected)
+        lengths = [19] if chunk is None else [8, 8, 3]
+        assert tokens[: 6 * len(lengths)] == [n for length in lengths for n in [length] * KEYS + [1] * 3]
 
 
 def test_experts_of_its_router_are_neither_taken_nor_recorded():

@@ -136,6 +136,21 @@ def test_arguments_without_effect(model):
     assert torch.equal(found.last_hidden_state, model.base_model(IDS).last_hidden_state)
 
 
+def test_the_last_positions_alone(model):
+    """Of the logits, or in their place of the last hidden state; a balancing loss stays that of all tokens."""
+    states = model(IDS, return_logits=False).last_hidden_state
+    for keep in (1, 3, 100):
+        torch.testing.assert_close(model(IDS, logits_to_keep=keep).logits, model.logits_of(states)[:, -keep:])
+        found = model(IDS, logits_to_keep=keep, return_logits=False).last_hidden_state
+        assert torch.equal(found, states[:, -keep:])
+    output = model(IDS, logits_to_keep=2, output_hidden_states=True)
+    assert torch.equal(output.last_hidden_state, states) and output.logits.shape[1] == 2
+    mixture = make_model(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    options = dict(attention_mask=torch.tensor([[0, 0, 1, 1, 1], [1] * 5]), output_router_logits=True)
+    expected = mixture(IDS, **options).aux_loss
+    assert torch.equal(mixture(IDS, logits_to_keep=2, **options).aux_loss, expected)
+
+
 def test_a_cache_has_two_names(model):
     """past_key_values, and since transformers 5.24 cache: as an argument and in the output."""
     expected = model(IDS).logits
