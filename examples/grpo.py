@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ligermodels.recipes import train
+from ligermodels import train
 
 SUMS = [(a, b) for a in range(10) for b in range(10)]
 RIGHT = 0.5  # the share of the sums in the first data that are right
@@ -57,16 +57,15 @@ def main(arguments: list[str] | None = None) -> list[float]:
     write_data(out)
     common: dict[str, Any] = dict(precision="fp32", report_to="none", save_steps=0, show=2)
     train(
-        "sft", model=str(tiny.write_llama()), data=str(out / "taught.jsonl"), output_dir=str(out / "sft"),
+        "sft", model=tiny.write_llama(), data=out / "taught.jsonl", output_dir=out / "sft",
         max_length=512, max_steps=options.sft_steps, accumulation=1, learning_rate=3e-3, **common,
     )  # fmt: skip
-    train(
-        "grpo", model=str(out / "sft" / "model"), data=str(out / "sums.jsonl"), output_dir=str(out / "grpo"),
-        reward_funcs=(f"{__file__}:reward",), max_length=64, batch_tokens=4096, prompts=25, num_generations=16,
+    _, lines = train(
+        "grpo", model=out / "sft" / "model", data=out / "sums.jsonl", output_dir=out / "grpo",
+        rewards=[reward], max_length=64, batch_tokens=4096, prompts=25, num_generations=16,
         max_completion_length=3, max_steps=options.steps, learning_rate=1e-3,
         lr_scheduler_type="constant_with_warmup", **common,
     )  # fmt: skip
-    lines = [json.loads(line) for line in (out / "grpo" / "metrics.jsonl").read_text("utf-8").splitlines()]
     rewards = [line["reward"] for line in lines]
     for step in range(0, len(rewards), 10):
         part = rewards[step : step + 10]

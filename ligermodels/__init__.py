@@ -4,7 +4,7 @@
     model = ligermodels.Llama.from_hub("meta-llama/Llama-3.2-1B", dtype=torch.bfloat16, device="cuda")
 
 `ligermodels.layers` has the modules for an architecture of your own, `ligermodels.kernels` the operations below them,
-`ligermodels.training` the optimizer and other parts of a training loop.
+`ligermodels.training` the optimizer and other parts of a training loop. `ligermodels.train` tunes a model on examples.
 Everything is imported on first use: importing the package does not import torch or triton.
 """
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ligermodels import kernels, layers, training
     from ligermodels.arch import *  # noqa: F403  # the architectures, their configs, ARCHS and load
     from ligermodels.integrations.transformers import from_transformers
+    from ligermodels.recipes import train
     from ligermodels.text import Tokenizer
     from ligermodels.vision import Processor
 
@@ -43,6 +44,7 @@ __all__ = [
     "from_transformers",
     "kernels",
     "layers",
+    "train",
     "training",
 ]
 
@@ -50,6 +52,7 @@ _HOMES = {
     "Processor": "ligermodels.vision",
     "Tokenizer": "ligermodels.text",
     "from_transformers": "ligermodels.integrations.transformers",
+    "train": "ligermodels.recipes",
 }
 
 

@@ -1,6 +1,7 @@
 """`ligermodels train`: from a file of examples to a tuned model."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -8,7 +9,7 @@ from typing import Any, NoReturn
 from ligermodels.cli.arguments import Parser, usage_errors
 from ligermodels.cli.models import check_is_model
 from ligermodels.errors import InputError
-from ligermodels.recipes import RECIPES, find, options_of
+from ligermodels.recipes import RECIPES, options_of, train
 from ligermodels.recipes.options import TrainOptions, add_flags, unknown
 
 _DATA = {"pretrain": "texts.jsonl", "kto": "answers.jsonl", "grpo": "prompts.jsonl"} | dict.fromkeys(
@@ -29,12 +30,12 @@ after the current step and a checkpoint.
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command to the parser."""
-    train = commands.add_parser(
+    command = commands.add_parser(
         "train",
         help="tune a model on examples, or train one on text; one GPU or torchrun",
         epilog=f"example:\n  {_example('sft')}\nligermodels train RECIPE --help lists its options.",
     )
-    recipes = train.add_subparsers(required=True, metavar="RECIPE", parser_class=_RecipeParser)
+    recipes = command.add_subparsers(required=True, metavar="RECIPE", parser_class=_RecipeParser)
     for name, (*_, summary) in RECIPES.items():
         parser = recipes.add_parser(
             name,
@@ -89,6 +90,7 @@ def _train(args: argparse.Namespace) -> int:
             raise InputError(f"MODEL is {model}, a file of options; did you mean --config {model}?")
         options = options_of(args.recipe).merged(flags, vars(args).get("config"))
     check_is_model(options.model)
-    from ligermodels.recipes.trainer import train  # and torch
-
-    return train(find(args.recipe), options)
+    folder, _ = train(options)
+    if folder is not None and os.environ.get("RANK", "0") == "0":
+        print(folder)
+    return 0

@@ -36,7 +36,9 @@ class GRPO(Sampling):
         self, options: GRPOOptions, tokenizer: Any, processes: Processes | None = None, rewards: Rewards | None = None
     ) -> None:
         super().__init__(options, tokenizer, processes)
-        self.rewards = rewards or Rewards.load(options.reward_funcs, options.reward_weights)
+        self.rewards = rewards or Rewards.load(
+            options.reward_funcs, options.reward_weights, options.objects.get("rewards")
+        )
         self.evaluation = Greedy(self)
 
     @property

@@ -73,7 +73,7 @@ class Sizes:
         parameters, sizes = count(model), [count(block) for block in blocks]
         return cls(
             parameters=parameters,
-            trained=adapter_parameters(model, options) if options.lora_r else parameters,
+            trained=adapter_parameters(model, options) if options.lora_r else count(model, trained=True),
             head=config.vocab_size * config.hidden_size,
             block=max(sizes),
             blocks=len(blocks) + (model.mtp is not None),
@@ -86,9 +86,9 @@ class Sizes:
         )
 
 
-def count(module: nn.Module) -> int:
-    """The number of its parameters."""
-    return sum(parameter.numel() for parameter in module.parameters())
+def count(module: nn.Module, *, trained: bool = False) -> int:
+    """The number of its parameters. trained: of those that require a gradient."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
 
 def unpacked(block: nn.Module) -> int:
@@ -128,7 +128,8 @@ def estimate(
     precision, activations = precision or options.precision, activations or options.activations
     on_cpu, gpus = processes.device.type == "cpu", processes.size // options.dp_replicate
     weight, gradient, state = _BYTES[precision]
-    if precision == "fp32" and gpus == 1 and not on_cpu:
+    is_fp32 = getattr(options.objects.get("model"), "dtype", None) == torch.float32  # a model in memory stays so
+    if precision == "fp32" and gpus == 1 and not on_cpu and not is_fp32:
         weight, gradient, state = _ONE_GPU_FP32
     if options.lora_r:  # adapters in fp32, beside a model that is frozen
         weight, gradient, state = _BYTES["fp32"]
@@ -136,7 +137,7 @@ def estimate(
     packed = sizes.layers if options.quantize != "none" else 0  # nf4: 4.127 bits, in blocks
     element, tokens = (4 if on_cpu else 2), -(-options.batch_tokens // processes.ranks_per_batch)
     weights = weight * sizes.trained + element * sizes.frozen + int(4.127 / 8 * packed)
-    weights += (4 if on_cpu and precision == "fp32" else 2) * (frozen - packed)
+    weights += (4 if (on_cpu and precision == "fp32") or is_fp32 else 2) * (frozen - packed)
     weights += (4 if precision == "fp32" and (on_cpu or gpus > 1) else 2) * sizes.parameters * options.frozen_copies
     weights, gradients, states = (size // gpus for size in (weights, gradient * sizes.trained, state * sizes.trained))
     saved = sizes.blocks * tokens * sizes.saved[activations] * element

@@ -1,5 +1,6 @@
 """The model of a run, its tokenizer and its optimizer, as the options say."""
 
+import copy
 import math
 import sys
 import warnings
@@ -10,21 +11,75 @@ from typing import Any
 import torch
 from torch import nn
 
-from ligermodels.arch import arch_of, load
+from ligermodels.arch import CausalLM, arch_of, load
 from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
 from ligermodels.errors import InputError, config_of
 from ligermodels.layers.moe import mixtures_of
+from ligermodels.layers.quantized import QuantizedLinear
 from ligermodels.parallel import parallelize
 from ligermodels.processes import Processes
-from ligermodels.recipes.options import TrainOptions
+from ligermodels.recipes.options import TrainOptions, check_named, flag
 from ligermodels.text import Tokenizer
 from ligermodels.training import AdamW, accumulate_in_place
 from ligermodels.training.lora import add_lora
 
 
+def source_of(options: TrainOptions, processes: Processes) -> tuple[Path, Any]:
+    """The folder of MODEL, and the model on the meta device; or a model in memory, and the folder of its tokenizer.
+
+    Raises InputError for a model that cannot be trained with these options.
+    """
+    if (model := options.objects.get("model")) is not None:
+        _check_in_memory(options, model, processes)
+        tokenizer = options.objects.get("tokenizer")
+        folder = Path(tokenizer) if isinstance(tokenizer, str | Path) else model.source_folder
+        if folder is None and tokenizer is None:
+            raise InputError(
+                "model: it came from no folder, so that its tokenizer is not known; give tokenizer=, a folder, a "
+                "repository, or a ligermodels.Tokenizer"
+            )
+        return folder or tokenizer.files.folder, model
+    folder = folder_of(options)
+    return folder, sketch(folder, text_only=options.text_only, mtp_loss_weight=options.mtp_loss_weight)
+
+
+def _check_in_memory(options: TrainOptions, model: Any, processes: Processes) -> None:
+    if not isinstance(model, CausalLM):
+        raise InputError(
+            f"model is a {type(model).__name__}: expected the name of a repository or folder, or a model of ligermodels "
+            "(ligermodels.load; ligermodels.from_transformers makes one of a model of transformers)"
+        )
+    if processes.mesh is not None:
+        raise InputError("model: several processes read a model from its files; save it, and give the folder")
+    why = dict.fromkeys(("scratch", "text_only", "quantize", "mtp_loss_weight"), "it is for a model that is loaded")
+    for name, reason in why.items():
+        if getattr(options, name) not in (False, 0.0, "none"):
+            raise InputError(f"{name}: {reason}, and this one is in memory; load it so, or leave {flag(name)} out")
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        raise InputError("model has adapters already: give training.merge_lora(model), or the base, with lora_r=")
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()) and not options.lora_r:
+        raise InputError("model has quantised weights, which are frozen: give lora_r=, such as 16")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError("model has weights on the meta device or on the disk: load it whole")
+    if not options.lora_r and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("model has no weight that requires a gradient: model.requires_grad_(True) trains all")
+    name = str(model.dtype).removeprefix("torch.")
+    if processes.device.type == "cpu" and model.dtype != torch.float32:
+        raise InputError(f"model is in {name}, and the CPU trains in float32: give model.float()")
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        raise InputError(f"model is in {name}: give model.bfloat16(), or model.float()")
+    if model.dtype == torch.float32 and options.precision not in ("auto", "fp32"):
+        raise InputError(f"precision={options.precision}: the model is in float32; give model.bfloat16()")
+
+
 def folder_of(options: TrainOptions) -> Path:
-    """The folder of MODEL. Raises InputError for a folder of adapters, or of weights alone."""
+    """The folder of MODEL. Raises InputError for a folder of adapters, of weights alone, or of a run."""
+    check_named(options.model, "model")
+    if Path(options.model, "options.yaml").is_file() and not Path(options.model, "config.json").exists():
+        results = [str(path) for name in ("model", "adapter") if (path := Path(options.model, name)).is_dir()]
+        advice = f"give what it has written: {' or '.join(results)}" if results else "it has written no model yet"
+        raise InputError(f"{options.model} is the folder of a run of `train`; {advice}")
     folder = hub.resolve(options.model, weights=not options.scratch)
     if not (folder / "config.json").is_file():
         what = "no config.json; copy into it the config.json of the model that the weights came from"
@@ -43,7 +98,8 @@ def sketch(folder: Path, *, text_only: bool = False, mtp_loss_weight: float = 0.
 
 def tokenizer_of(options: TrainOptions, folder: Path, sketch: Any) -> Tokenizer:
     """The tokenizer, with the template of --chat-template."""
-    tokenizer = Tokenizer.from_hub(folder)
+    tokenizer = options.objects.get("tokenizer") or folder
+    tokenizer = Tokenizer.from_hub(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     if options.chat_template is not None:
         if sketch.extra_inputs:
             raise InputError("chat_template: a model of images needs its own, which places them; leave it out")
@@ -97,11 +153,17 @@ def model_of(
         mtp_loss_weight=options.mtp_loss_weight or None,
     )  # fmt: skip
     shards_later = processes.mesh is None or options.lora_r or add is not None  # after modules are added
+    in_memory = options.objects.get("model")
     if shards_later:
         how["device"] = processes.device
     else:
         how |= dict(mesh=processes.mesh, parallel=dict(param_dtype=mixed))
-    if options.scratch:
+    if in_memory is not None:
+        if frozen:
+            return copy.deepcopy(in_memory).requires_grad_(False).eval()
+        model = in_memory.to(processes.device)
+        model._set_checkpointing(options.activations)
+    elif options.scratch:
         kind = arch_of(folder, text_only=options.text_only)
         model = kind.from_config(config_values(folder, None), seed=options.seed, **how)
         model.source_folder = folder  # for the files of the tokenizer

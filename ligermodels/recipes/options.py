@@ -39,6 +39,9 @@ def option(default: Any, help: str, *, fixed_on_resume: bool = True, **rules: An
     return dataclasses.field(default=default, metadata={"help": help, "fixed_on_resume": fixed_on_resume, **rules})
 
 
+IN_MEMORY = "in memory: "
+"""The beginning of the value of an option in place of which Python gave an object."""
+
 free_option = functools.partial(option, fixed_on_resume=False)
 """An option that may have another value when a run is resumed."""
 
@@ -134,6 +137,10 @@ class TrainOptions:
     dry_run: bool = free_option(False, "print the plan and the options, and stop")
     # fmt: on
 
+    objects: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    """What Python gave in place of names: `model`, `tokenizer`, `data`, `eval_data`, `rewards`. It is no option: it has no
+    flag and is not saved."""
+
     # Options of some recipes alone, which are last in their --help too.
     capture: ClassVar[bool] = False
     mtp_loss_weight: ClassVar[float] = 0.0
@@ -141,7 +148,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         fields = fields_of(self)
-        vars(self).update(typed(type(self), vars(self)))
+        vars(self).update(typed(type(self), {name: getattr(self, name) for name in fields}))
         self.learning_rate = self.default_rate if self.learning_rate is None else self.learning_rate
         changed = {name: shown(getattr(self, name)) for name in fields if getattr(self, name) != fields[name].default}
         for name, field in fields.items():
@@ -162,6 +169,10 @@ class TrainOptions:
                 f"{self.max_length}; lower --max-length as well"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Worker processes get the options alone."""
+        return vars(self) | {"objects": {}}
+
     @property
     def frozen_copies(self) -> int:
         """Models of the same size in memory beside the one that is trained. With LoRA that is the reference itself."""
@@ -172,9 +183,11 @@ class TrainOptions:
         return self.default_rates[self.lora_r > 0]
 
     @classmethod
-    def merged(cls, flags: Mapping[str, Any], file: str | Path | None = None) -> Self:
-        """Options from flags, over those of a YAML file, over the defaults. Raises InputError."""
-        return cls(**typed(cls, {**({} if file is None else cls.load(file)), **flags}))
+    def merged(
+        cls, flags: Mapping[str, Any], file: str | Path | None = None, objects: Mapping[str, Any] | None = None
+    ) -> Self:
+        """Options from flags, over those of a YAML file, over the defaults. objects: see there. Raises InputError."""
+        return cls(**typed(cls, {**({} if file is None else cls.load(file)), **flags}), objects=objects or {})
 
     @classmethod
     def load(cls, file: str | Path) -> dict[str, Any]:
@@ -260,8 +273,17 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
 
 
 def fields_of(options: Any) -> dict[str, Any]:
-    """The fields of options by name."""
-    return {field.name: field for field in dataclasses.fields(options)}
+    """The fields of options by name, but for `objects`."""
+    return {field.name: field for field in dataclasses.fields(options) if "help" in field.metadata}
+
+
+def check_named(value: str, name: str) -> None:
+    """Raises InputError for the value of an option that stands for an object, which this process does not have."""
+    if value.startswith(IN_MEMORY):
+        raise InputError(
+            f"{name}={value!r}: this was a Python object, which a file of options does not hold. Next: call "
+            f"ligermodels.train in Python with the same {name} and resume=True, or give a file or folder"
+        )
 
 
 def flag(name: str) -> str:

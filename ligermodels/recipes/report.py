@@ -20,6 +20,7 @@ from ligermodels.checkpoint.saving import replacing
 from ligermodels.processes import Processes
 from ligermodels.recipes.data.batches import Data
 from ligermodels.recipes.memory import Sizes, available, estimate, fits, gib
+from ligermodels.recipes.notebook import Notebook, is_notebook
 from ligermodels.recipes.options import TrainOptions
 
 _SECONDS = 5.0
@@ -29,7 +30,8 @@ _SHOWN = ("reward", "reward_margin", "reward_accuracy")
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Prints a message: on stderr, which a notebook would paint as an error; there on stdout."""
+    print(text, file=sys.stdout if is_notebook() else sys.stderr, flush=True)
 
 
 class Reporter:
@@ -46,21 +48,27 @@ class Reporter:
         with write_errors(self.file), replacing(self.file, 0, is_file=True) as new:  # a kill loses no earlier step
             (new / self.file.name).write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         self._log = _logger(options, resumed)
+        self._notebook = Notebook(steps, lines) if is_notebook() else None
 
     def close(self) -> None:
         self._log(None, {})
+        if self._notebook is not None:
+            self._notebook.close()
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._write(step, values)
         seconds = time.perf_counter() - self._start
-        if step in (self._first + 1, self.steps) or seconds - self._shown >= _SECONDS:
+        remaining = round(seconds / (step - self._first) * (self.steps - step))
+        text = (
+            f"step {step}/{self.steps}: loss {values['loss']:.4f}, lr {values['lr']:.2e}, "
+            f"{values['tokens_per_second']:,.0f} tokens/s, peak {values['gib']:.1f} GiB{_shown(values)}, "
+            f"{remaining // 60}:{remaining % 60:02} left"
+        )
+        if self._notebook is not None:
+            self._notebook.show(step, values, text)
+        elif step in (self._first + 1, self.steps) or seconds - self._shown >= _SECONDS:
             self._shown = seconds
-            remaining = round(seconds / (step - self._first) * (self.steps - step))
-            say(
-                f"step {step}/{self.steps}: loss {values['loss']:.4f}, lr {values['lr']:.2e}, "
-                f"{values['tokens_per_second']:,.0f} tokens/s, peak {values['gib']:.1f} GiB{_shown(values)}, "
-                f"{remaining // 60}:{remaining % 60:02} left"
-            )
+            say(text)
 
     def evaluation(
         self, step: int, loss: float, values: Mapping[str, float], *, better: bool, is_cross_entropy: bool
@@ -71,6 +79,8 @@ class Reporter:
             metrics["perplexity"] = math.exp(min(loss, 700.0))
             more += f", perplexity {metrics['perplexity']:,.2f}"
         self._write(step, {"eval_loss": loss, **metrics})
+        if self._notebook is not None:
+            self._notebook.show(step, {"eval_loss": loss})
         say(f"evaluation after step {step}: loss {loss:.4f}{more}{', the best so far' * (better and step > 0)}")
 
     def lines(self) -> list[dict[str, float]]:
@@ -181,7 +191,9 @@ def left_out(counts: Mapping[str, int]) -> str:
 
 
 def resume_command(options: TrainOptions, processes: int, *, skip_bad: bool) -> str:
-    """The command that continues a run. processes: their number."""
+    """The command that continues a run, or in Python the call. processes: their number."""
+    if options.objects or is_notebook():
+        return f"the same call of ligermodels.train with resume=True{', skip_bad=True' * skip_bad}"
     torchrun = f"torchrun --nproc-per-node {processes} -m " * (processes > 1)
     file = shlex.quote(str(Path(options.output_dir) / "options.yaml"))
     return f"{torchrun}ligermodels train {options.recipe} --config {file} --resume{' --skip-bad' * skip_bad}"

@@ -18,6 +18,7 @@ from reprlib import repr as short
 from typing import Any
 
 from ligermodels.errors import InputError
+from ligermodels.recipes.options import IN_MEMORY, check_named
 
 Function = Callable[..., Sequence[float | None]]
 _OTHERS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -33,10 +34,19 @@ class Rewards:
         self.functions, self.weights = dict(functions), list(weights) or [1.0] * len(functions)
 
     @classmethod
-    def load(cls, sources: Sequence[str], weights: Sequence[float] = ()) -> "Rewards":
-        """Runs files and takes their functions: "FILE.py:function", or "FILE.py" for `reward`. Raises InputError."""
+    def load(
+        cls, sources: Sequence[str], weights: Sequence[float] = (), in_memory: Mapping[str, Function] | None = None
+    ) -> "Rewards":
+        """Runs files and takes their functions: "FILE.py:function", or "FILE.py" for `reward`. Raises InputError.
+
+        in_memory: functions that Python gave, by the sources that stand for them.
+        """
         functions: dict[str, Function] = {}
         for source in sources:
+            if in_memory and source in in_memory:
+                functions[source.removeprefix(IN_MEMORY)] = in_memory[source]
+                continue
+            check_named(source, "reward_funcs")
             path, _, name = (source, "", "reward") if source.endswith(".py") else source.rpartition(":")
             file = Path(path).expanduser()
             if not source or file.suffix != ".py" or not file.is_file():

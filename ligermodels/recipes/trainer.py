@@ -17,12 +17,11 @@ import contextlib
 import dataclasses
 import importlib.util
 import math
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -51,8 +50,18 @@ from ligermodels.recipes.steps import (
 from ligermodels.training import AdamW, CapturedStep, count_expert_loads, update_router_biases
 
 
-def train(recipe_class: type[Recipe], options: TrainOptions) -> int:
-    """Trains; returns the exit status. Raises the errors of ligermodels, and KeyboardInterrupt once all is saved."""
+class Result(NamedTuple):
+    """What a run has written: the folder of the model, adapter or heads, and the lines of metrics.jsonl.
+
+    After a dry run they are None and an empty list.
+    """
+
+    folder: Path | None
+    metrics: list[dict[str, float]]
+
+
+def train(recipe_class: type[Recipe], options: TrainOptions) -> Result:
+    """Trains. Raises the errors of ligermodels, and KeyboardInterrupt once all is saved."""
     if (logger := options.report_to) != "none" and importlib.util.find_spec(logger) is None:
         raise InputError(f"--report-to {logger} needs a package that is not installed: pip install {logger}")
     had_group = dist.is_initialized()
@@ -122,8 +131,7 @@ class Trainer:
         before = processes.from_main(lambda: run_folder.read_options(options)) if options.resume else None
         if options.resume and before is None and processes.is_main:
             say(f"warning: no run in {self.out} to resume; starting a new one")
-        source = models.folder_of(options)
-        sketch = models.sketch(source, text_only=options.text_only, mtp_loss_weight=options.mtp_loss_weight)
+        source, sketch = models.source_of(options, processes)
         self._make_plan(source, sketch)
         processes.from_main(self._show_examples)
         if options.dry_run:
@@ -168,8 +176,11 @@ class Trainer:
         self.plan = plan | recipe.plan(steps)
         if not processes.is_main:
             return
-        text = "".join(f"{name:14} {line}\n" for name, line in self.plan.items()) + options.dump() * options.dry_run
-        print(text, end="", file=sys.stdout if options.dry_run else sys.stderr, flush=True)
+        text = "\n".join(f"{name:14} {line}" for name, line in self.plan.items())
+        if options.dry_run:
+            print(f"{text}\n{options.dump()}", end="", flush=True)
+        else:
+            say(text)
         for doubt in report.doubts(options, steps, sketch.decoder.config.hidden_size):
             say(f"warning: {doubt}")
 
@@ -338,17 +349,17 @@ class Trainer:
             merge_lora(self.model).save_pretrained(target)
         else:
             self.recipe.save(self.model, target)
-        if self.options.chat_template is not None:
+        if self.options.chat_template is not None or "tokenizer" in self.options.objects:
             self.processes.from_main(lambda: self.recipe.tokenizer.save_pretrained(target))
 
-    def run(self) -> int:
-        """Trains to the end of the run. Returns the exit status.
+    def run(self) -> Result:
+        """Trains to the end of the run.
 
         Raises TrainingError if the loss is not finite, CheckpointError if a checkpoint cannot be written, the errors of
         the data, and after a signal KeyboardInterrupt, once the step is finished and saved.
         """
         if not self.setup():
-            return 0
+            return Result(None, [])
         options, progress = self.options, self.progress
         with self.signals:
             while True:
@@ -362,8 +373,7 @@ class Trainer:
                 if self._is_due(options.save_steps):
                     self.save(wait=False)
             self.save(wait=True)
-        self._finish()
-        return 0
+        return self._finish()
 
     def _is_due(self, every: int) -> bool:
         step = self.progress.step
@@ -382,8 +392,8 @@ class Trainer:
                 )
         raise error
 
-    def _finish(self) -> None:
-        """Writes the result and its card, and prints the path of the result to stdout."""
+    def _finish(self) -> Result:
+        """Writes the result and its card."""
         result = self.out / self.recipe.result
         self._save_model(result)
         if self.options.merge:
@@ -392,7 +402,7 @@ class Trainer:
         if self.processes.is_main:
             facts = report.results(self.progress, self.data.train.counts.numbers, self.reporter.lines())
             report.write_card(self.options, self.plan | facts, result)
-            print(result)
+        return Result(result, self.processes.from_main(lambda: self.reporter.lines()))
 
 
 class _ModelWithLoss(nn.Module):

@@ -1,7 +1,6 @@
 """Options: flags and YAML made of the fields, which wins, and what is refused."""
 
 import argparse
-import dataclasses
 import re
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def test_each_field_is_a_flag_with_help(recipe):
     parser = argparse.ArgumentParser()
     add_flags(parser, recipe)
     found = {action.dest: action.help for action in parser._actions if action.dest != "help"}
-    assert found.keys() == {field.name for field in dataclasses.fields(recipe)}
+    assert found.keys() == fields_of(recipe).keys()
     assert all(found.values()) and vars(parser.parse_args([])) == {}
 
 

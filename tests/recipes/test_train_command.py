@@ -124,7 +124,7 @@ def test_runs_of_one_and_two_processes_resume_each_other(home, tmp_path):
     on_two(tmp_path, lambda: train(home, two, *flags))
     with pytest.warns(UserWarning, match="is resumed on 1 rank"):  # the command prints warnings
         saved = SFTOptions.load(two / "options.yaml")
-        assert recipes.train("sft", **{**saved, "max_steps": 7, "resume": True}) == 0
+        recipes.train("sft", **{**saved, "max_steps": 7, "resume": True})
     check_same(two, one)
 
 

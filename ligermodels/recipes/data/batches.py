@@ -302,13 +302,14 @@ class Data:
 
     def __init__(self, options: Any, recipe: Any) -> None:
         self.options, self.recipe = options, recipe
-        self.rows = open_sources(options.data, options.seed)
+        objects = options.objects
+        self.rows = objects.get("data") or open_sources(options.data, options.seed)
         if options.max_samples is not None:
             number, total = min(options.max_samples, len(self.rows)), len(self.rows)
             step = total / number if len(options.data) > 1 else 1.0  # of several sets, each its share
             self.rows = JoinedRows([self.rows], [int(n * step) for n in range(number)])
         if options.eval_data is not None:
-            self.eval_rows = open_rows(options.eval_data)
+            self.eval_rows = objects.get("eval_data") or open_rows(options.eval_data)
         elif options.eval_share:
             self.rows, self.eval_rows = held_out(self.rows, options.eval_share, options.seed)
         self.format = recipe.check_rows(self.rows)
@@ -318,7 +319,8 @@ class Data:
             self.eval_format = recipe.evaluation.check_rows(self.eval_rows)
         self._takes_images = takes_images(recipe.tokenizer.files.folder)
         paths = [*self.rows.files, *(() if self.eval_rows is None else self.eval_rows.files)]
-        self.train = self.batches(workers=encoding_workers(len(self.rows)), digest=digest(paths))
+        in_memory = [objects[name] for name in ("data", "eval_data") if name in objects]
+        self.train = self.batches(workers=encoding_workers(len(self.rows)), digest=digest(paths, in_memory))
 
     def batches(self, *, workers: int = 0, **how: Any) -> Batches:
         """Batches of the training data. how: arguments of `Batches`."""
@@ -369,10 +371,12 @@ def _check_labels(rows: Rows) -> None:
         warnings.warn(f"all {len(rows):,} rows have the label {label}: {what}", stacklevel=2)
 
 
-def digest(paths: Sequence[Path]) -> int:
-    """A digest of the contents of files; 0 without any."""
+def digest(paths: Sequence[Path], rows: Sequence[Rows] = ()) -> int:
+    """A digest of the contents of files, and of rows in memory; 0 without any."""
     hasher = hashlib.blake2b(digest_size=7)
     for number, path in enumerate(dict.fromkeys(paths)):
         with path.open("rb") as file:
             hasher.update(b"%d" % number + hashlib.file_digest(file, "blake2b").digest())
-    return int.from_bytes(hasher.digest()) if paths else 0
+    for part in rows:
+        hasher.update(part.contents())
+    return int.from_bytes(hasher.digest()) if paths or rows else 0

@@ -11,6 +11,7 @@ import codecs
 import contextlib
 import csv
 import gzip
+import hashlib
 import io
 import itertools
 import json
@@ -26,6 +27,7 @@ from typing import Any
 
 from ligermodels.checkpoint.files import file_kind, read_errors
 from ligermodels.errors import InputError
+from ligermodels.recipes.options import check_named
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 _UNDER_A_KEY = re.compile(rb'\s*\{\s*"(data|train)"\s*:\s*\[')
@@ -72,6 +74,23 @@ class Rows:
     def where(self, index: int) -> str:
         """The file and line of a row, or the nearest to it that there is."""
         return f"{self._place}{self._lines[index] if self._lines else index + 1}"
+
+    def contents(self) -> bytes:
+        """A digest of the values of all rows, for those that no file holds."""
+        hasher = hashlib.blake2b()
+        for index in range(len(self)):
+            hasher.update(json.dumps(self._item(index), ensure_ascii=True, default=_contents_of).encode() + b"\n")
+        return hasher.digest()
+
+
+def _contents_of(value: Any) -> Any:
+    """What `json` writes of a value that it does not know, the same in each process: of bytes, images and arrays."""
+    if isinstance(value, InputError):
+        return str(value)
+    data = value.tobytes() if hasattr(value, "tobytes") else value
+    if isinstance(data, bytes | bytearray):
+        return [type(value).__name__, hashlib.blake2b(data).hexdigest()]
+    return [type(value).__name__, str(value)]
 
 
 class JSONLines(Rows):
@@ -179,6 +198,7 @@ def open_rows(source: str | Path) -> Rows:
     test-00000.parquet), or is one that `datasets` saved (save_to_disk). Raises InputError, and HubError where the
     system refuses.
     """
+    check_named(str(source), "data")
     with read_errors(source):
         return _open_rows(str(source))
 
@@ -200,15 +220,15 @@ def _open_rows(source: str) -> Rows:
         if not path.is_dir():
             repository, *config, split = source.split(":") if ":" in source else (source, None)
             data = datasets.load_dataset(repository, config[0] if config else None)
-            return DataSet(_split_of(data, split), f"{source}: row ", None)
+            return DataSet(split_of(data, split), f"{source}: row ", None)
         if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-            data = _split_of(datasets.load_from_disk(str(path)), split)
+            data = split_of(datasets.load_from_disk(str(path)), split)
             return DataSet(data, f"{path}: row ", path, sorted(path.rglob("*.arrow")))
-        chosen = _split_of(datasets.load_dataset_builder(str(path)).config.data_files, split)
+        chosen = split_of(datasets.load_dataset_builder(str(path)).config.data_files, split)
     return JoinedRows([_open_file(Path(file)) for file in chosen])
 
 
-def _split_of(data_sets: Any, split: str | None) -> Any:
+def split_of(data_sets: Any, split: str | None) -> Any:
     """The split of one data set or of several by name. Raises InputError, which names those that there are."""
     if not isinstance(data_sets, Mapping):
         data_sets = {"train": data_sets}
