@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ligermodels import kernels, layers, training
     from ligermodels.arch import *  # noqa: F403  # the architectures, their configs, ARCHS and load
     from ligermodels.integrations.transformers import from_transformers
-    from ligermodels.recipes import train
+    from ligermodels.recipes.entry import train
     from ligermodels.text import Tokenizer
     from ligermodels.vision import Processor
 
@@ -52,7 +52,7 @@ _HOMES = {
     "Processor": "ligermodels.vision",
     "Tokenizer": "ligermodels.text",
     "from_transformers": "ligermodels.integrations.transformers",
-    "train": "ligermodels.recipes",
+    "train": "ligermodels.recipes.entry",
 }
 
 

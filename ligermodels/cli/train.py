@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 from ligermodels.cli.arguments import Parser, usage_errors
 from ligermodels.cli.models import check_is_model
 from ligermodels.errors import InputError
-from ligermodels.recipes import RECIPES, options_of, train
+from ligermodels.recipes import RECIPES, options_of
+from ligermodels.recipes.entry import train
 from ligermodels.recipes.options import TrainOptions, add_flags, unknown
 
 _DATA = {"pretrain": "texts.jsonl", "kto": "answers.jsonl", "grpo": "prompts.jsonl"} | dict.fromkeys(

@@ -27,6 +27,7 @@ from ligermodels.layers.base import Layer, not_counted, saved_per_token
 from ligermodels.processes import Processes
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.training.lora import ending, stacked_weights
+from ligermodels.training.muon import matrices_of
 
 MARGIN = 0.92
 """The share of the free memory that a plan may use. Fragments and workspaces of libraries take the rest."""
@@ -34,6 +35,8 @@ GIB = 2**30
 
 # Bytes of weight, gradient and optimizer state per trained parameter.
 _BYTES = {"fp32": (4, 4, 8), "bf16-masters": (2, 2, 6), "bf16": (2, 2, 4)}
+_MUON = {4: 4, 2: 8}
+"""Bytes of Muon's state by those of the weight: the momentum, and of a weight in bf16 also its fp32 value."""
 _ONE_GPU_FP32 = (2, 2, 10)
 """On one GPU the weights are in bf16; the optimizer has the other 16 bits of the fp32 weights, and fp32 moments."""
 
@@ -45,8 +48,8 @@ class Sizes:
 
     block: of the largest block. layers: of all blocks. unpacked: those of a block that are in 16 bits at once where all
     are in 4. tied: head and embedding are one parameter. frozen: elements of another model and of KV caches, in 16 bits
-    (on the CPU in 32). heads: Medusa heads, trained in the dtype of the weights. not_counted: classes of modules in the
-    blocks that save something for the backward, and do not say how much.
+    (on the CPU in 32). heads: Medusa heads, trained in the dtype of the weights. matrices: what Muon trains.
+    not_counted: classes of modules in the blocks that save something for the backward, and do not say how much.
     """
 
     parameters: int
@@ -61,6 +64,7 @@ class Sizes:
     tied: bool = False
     frozen: int = 0
     heads: int = 0
+    matrices: int = 0
     not_counted: tuple[str, ...] = ()
 
     @classmethod
@@ -79,6 +83,7 @@ class Sizes:
             blocks=len(blocks) + (model.mtp is not None),
             layers=sum(sizes) + (0 if model.mtp is None else max(sizes)),
             vocab=config.vocab_size,
+            matrices=sum(weight.numel() for weight in matrices_of(model)) if options.optim == "muon" else 0,
             unpacked=max(unpacked(block) for block in blocks),
             tied=bool(config.tie_word_embeddings),
             saved={**saved, "block": config.hidden_size, "again": max(inside["none"])},
@@ -139,7 +144,8 @@ def estimate(
     weights = weight * sizes.trained + element * sizes.frozen + int(4.127 / 8 * packed)
     weights += (4 if (on_cpu and precision == "fp32") or is_fp32 else 2) * (frozen - packed)
     weights += (4 if precision == "fp32" and (on_cpu or gpus > 1) else 2) * sizes.parameters * options.frozen_copies
-    weights, gradients, states = (size // gpus for size in (weights, gradient * sizes.trained, state * sizes.trained))
+    states = state * (sizes.trained - sizes.matrices) + _MUON[weight] * sizes.matrices
+    weights, gradients, states = (size // gpus for size in (weights, gradient * sizes.trained, states))
     saved = sizes.blocks * tokens * sizes.saved[activations] * element
     if activations == "block":
         saved += tokens * sizes.saved["again"] * element
@@ -168,7 +174,7 @@ def choose(sizes: Sizes, options: TrainOptions, processes: Processes, free: int)
 
     free: bytes. If nothing fits, the choice that needs the least memory.
     """
-    exact = ("fp32",) if processes.device.type == "cpu" else ("bf16-masters", "bf16")
+    exact = ("fp32",) if processes.device.type == "cpu" else ("bf16-masters", "bf16")[: 2 - (options.optim == "muon")]
     precisions = exact if options.precision == "auto" else (options.precision,)
     policies = ("none", "mlp", "block") if options.activations == "auto" else (options.activations,)
     pairs = list(itertools.product(precisions, policies))

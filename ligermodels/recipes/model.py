@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ligermodels.arch import CausalLM, arch_of, load
 from ligermodels.arch.pretrained import config_values
@@ -21,8 +20,9 @@ from ligermodels.parallel import parallelize
 from ligermodels.processes import Processes
 from ligermodels.recipes.options import TrainOptions, check_named, flag
 from ligermodels.text import Tokenizer
-from ligermodels.training import AdamW, accumulate_in_place
+from ligermodels.training import AdamW, MuonAdamW, accumulate_in_place
 from ligermodels.training.lora import add_lora
+from ligermodels.training.muon import matrices_of
 
 
 def source_of(options: TrainOptions, processes: Processes) -> tuple[Path, Any]:
@@ -47,8 +47,8 @@ def source_of(options: TrainOptions, processes: Processes) -> tuple[Path, Any]:
 def _check_in_memory(options: TrainOptions, model: Any, processes: Processes) -> None:
     if not isinstance(model, CausalLM):
         raise InputError(
-            f"model is a {type(model).__name__}: expected the name of a repository or folder, or a model of ligermodels "
-            "(ligermodels.load; ligermodels.from_transformers makes one of a model of transformers)"
+            f"model is a {type(model).__name__}: expected the name of a repository or folder, or a model of "
+            "ligermodels (ligermodels.load; ligermodels.from_transformers makes one of a model of transformers)"
         )
     if processes.mesh is not None:
         raise InputError("model: several processes read a model from its files; save it, and give the folder")
@@ -131,6 +131,15 @@ def check_capture(sketch: Any, processes: Processes) -> None:
         raise InputError(f"capture: {reason}; leave --capture out")
 
 
+def check_muon(processes: Processes) -> None:
+    """Raises InputError if the matrices are sharded, which Muon orthogonalises whole."""
+    if processes.mesh is not None:
+        raise InputError(
+            f"optim=muon: it needs whole matrices, and each of the {processes.size} processes has a part of them; "
+            "leave --optim out"
+        )
+
+
 def check_router_biases(sketch: Any) -> None:
     """Raises InputError if no router has a bias, by which --router-bias-rate balances experts."""
     if all(mixture.router.e_score_correction_bias is None for mixture in mixtures_of(sketch)):
@@ -191,15 +200,20 @@ def model_of(
     return model.train()
 
 
-def make_optimizer(options: TrainOptions, model: nn.Module, processes: Processes) -> AdamW:
-    """AdamW over the trained parameters, without weight decay of norms and biases."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+def make_optimizer(options: TrainOptions, model: Any, processes: Processes) -> AdamW:
+    """The optimizer of the trained parameters, without weight decay of norms and biases."""
+    is_muon = options.optim == "muon"
+    matrices = matrices_of(model) if is_muon else []
+    by_muon = set(matrices)
+    trained = [p for p in model.parameters() if p.requires_grad and p not in by_muon]
+    groups: list[dict[str, Any]] = [
         dict(params=[p for p in trained if p.dim() >= 2], weight_decay=options.weight_decay),
         dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0),
     ]
+    if is_muon:
+        groups.append(dict(params=matrices, weight_decay=options.weight_decay, muon=True))
     exact = options.precision == "fp32" and processes.device.type == "cuda" and processes.mesh is None
-    return AdamW(
+    return (MuonAdamW if is_muon else AdamW)(
         [group for group in groups if group["params"]],
         betas=(options.adam_beta1, options.adam_beta2),
         master_weights=exact or options.precision == "bf16-masters" or bool(options.lora_r),

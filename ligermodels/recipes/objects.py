@@ -1,7 +1,7 @@
 """Python objects in place of names: what `train` may be given in Python, and the command line cannot.
 
-An object is in `options.objects`. The option of its name says what it is, after "in memory: ", for the plan, the card and
-options.yaml. A run with objects is resumed by the same call with resume=True.
+An object is in `options.objects`. The option of its name says what it is, after "in memory: ", for the plan, the card
+and options.yaml. A run with objects is resumed by the same call with resume=True.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -95,6 +95,9 @@ class TrainOptions:
     warmup_steps: float = free_option(0.03, "steps, or a fraction of all steps if below 1", least=0)
     decay: float = free_option(0.2, "wsd: steps of the decay, or a fraction if below 1", least=0)
     final_lr: float = free_option(0.0, "final learning rate, as a fraction of the peak", least=0)
+    optim: str = option(
+        "adamw", "muon: torch.optim.Muon for the matrices of blocks, on one GPU, and AdamW for all else",
+        choices=("adamw", "muon"), excludes=("lora_r", "quantize", "capture", "cp", "tp", "dp_replicate"))
     weight_decay: float = option(0.0, "weight decay of matrices; norms and biases have none", least=0)
     adam_beta1: float = option(0.9, "beta1 of AdamW", least=0, below=1)
     adam_beta2: float = option(0.999, "beta2 of AdamW", least=0, below=1)
@@ -132,17 +135,27 @@ class TrainOptions:
         100, "steps between checkpoints; 0: only at the end", least=0, group="checkpoints and logs")
     save_total_limit: int = free_option(2, "number of newest checkpoints to keep", least=1)
     eval_steps: int = free_option(100, "steps between evaluations; 0: only at the end", least=0)
+    early_stopping_patience: int | None = free_option(
+        None, "end the run after so many evaluations in a row that are not the best so far", least=1)
     resume: bool = free_option(False, "continue the run in --output-dir")
     report_to: str = free_option("none", "beside metrics.jsonl", choices=("none", "tensorboard", "wandb"))
+    run_name: str | None = free_option(
+        None, "name of the run, for --report-to wandb and the card (default: that of --output-dir)", metavar="NAME")
+    push_to_hub: bool = free_option(False, "upload the result to the Hub, at the end")
+    hub_model_id: str | None = free_option(
+        None, "its repository (default: the name of --output-dir, under your account)", needs="push_to_hub",
+        metavar="OWNER/NAME")
+    hub_private_repo: bool = free_option(True, "make the repository private", needs="push_to_hub")
     dry_run: bool = free_option(False, "print the plan and the options, and stop")
     # fmt: on
 
     objects: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    """What Python gave in place of names: `model`, `tokenizer`, `data`, `eval_data`, `rewards`. It is no option: it has no
-    flag and is not saved."""
+    """What Python gave in place of names: `model`, `tokenizer`, `data`, `eval_data`, `rewards`. It is no option: it has
+    no flag and is not saved."""
 
     # Options of some recipes alone, which are last in their --help too.
     capture: ClassVar[bool] = False
+    neftune_noise_alpha: ClassVar[float] = 0.0
     mtp_loss_weight: ClassVar[float] = 0.0
     scratch: ClassVar[bool] = False
 
@@ -163,6 +176,15 @@ class TrainOptions:
             needed = fields[name].metadata.get("needs")
             if needed in fields and not getattr(self, needed):
                 raise InputError(f"{name}={value} needs {needed}: add {flag(needed)}, or leave {flag(name)} out")
+        if self.early_stopping_patience and not (self.eval_data or self.eval_share):
+            raise InputError(
+                f"early_stopping_patience={self.early_stopping_patience} needs evaluations: add --eval-share 0.1 or "
+                "--eval-data FILE, or leave --early-stopping-patience out"
+            )
+        if self.early_stopping_patience and not self.eval_steps:
+            raise InputError("early_stopping_patience: eval_steps=0 evaluates at the end alone; give --eval-steps N")
+        if self.optim == "muon" and self.precision == "bf16":
+            raise InputError("optim=muon and precision=bf16: Muon steps fp32 values; give --precision bf16-masters")
         if self.batch_tokens is not None and self.max_length and self.batch_tokens < self.sequences * self.max_length:
             raise InputError(
                 f"batch_tokens={self.batch_tokens} is less than an example, {self.sequences} x max_length="

@@ -10,7 +10,6 @@ from pathlib import Path
 
 _PACKED = "rows are always packed, by best fit; a row attends to itself alone"
 _FUSED = "there is none: the kernels are fused already"
-_HUB = "there is none; `hf upload OWNER/NAME DIR/model` publishes what a run has written"
 _BEST = "the model of the best evaluation is in DIR/best"
 ROWS = {
     "model_name_or_path, model_name, model, base_model": "MODEL, the argument without a name; `model:` in a file",
@@ -19,7 +18,7 @@ ROWS = {
     "per_device_eval_batch_size, eval_batch_size": "`--batch-tokens`, which evaluations use too",
     "gradient_accumulation_steps": "`--accumulation`: forward passes of a step, of all GPUs together",
     "bf16, fp16, tf32, torch_dtype": "`--precision`: of weights and states of AdamW",
-    "optim, optimizer": "there is none: the optimizer is AdamW, and `--precision` decides what its states take",
+    "optimizer": "`--optim adamw` or `muon`; `--precision` decides what the states of AdamW take",
     "gradient_checkpointing": "`--activations none`, `mlp` or `block`",
     "use_peft, peft, adapter": "`--lora-r` above 0",
     "load_in_4bit": "`--quantize nf4` with `--lora-r`",
@@ -34,14 +33,14 @@ ROWS = {
     "eval_strategy, evaluation_strategy": "`--eval-steps`: steps between evaluations",
     "save_strategy": "`--save-steps`: steps between checkpoints",
     "load_best_model_at_end, metric_for_best_model": _BEST,
-    "early_stopping_patience": f"there is none; {_BEST}",
     "train_on_inputs, completion_only_loss": "`--no-assistant-only-loss` of sft trains every token",
     "logging_steps, logging_dir, disable_tqdm": "there is none: every step is in DIR/metrics.jsonl",
-    "run_name, wandb_project, wandb_entity":
-        "there is none: `--report-to wandb` names the run as DIR, and reads WANDB_PROJECT and WANDB_ENTITY",
+    "wandb_project, wandb_entity": "there is none: `--report-to wandb` reads WANDB_PROJECT and WANDB_ENTITY",
+    "wandb_name, trackio_name": "`--run-name`",
+    "early_stopping, early_stopping_steps": "`--early-stopping-patience`: evaluations",
     "warmup_ratio": "`--warmup-steps` below 1",
     "min_lr_rate, cosine_min_lr_ratio": "`--final-lr`: a fraction of the peak",
-    "neftune, neftune_noise_alpha": "there is none",
+    "neftune, noisy_embedding_alpha": "`--neftune-noise-alpha` of sft",
     "rpo_alpha, cpo_alpha": "`--sft-weight` of dpo, cpo and simpo",
     "importance_sampling_level": '`--loss-type gspo` of grpo is "sequence"',
     "lmbda": "`--on-policy` of distill is lmbda 1",
@@ -51,7 +50,8 @@ ROWS = {
     "device, device_map, no_cuda, use_cpu": "there is none: a GPU if there is one; CUDA_VISIBLE_DEVICES chooses which",
     "resume_from_checkpoint": "`--resume` with the same `--output-dir`",
     "overwrite_output_dir": "there is none: give a new `--output-dir`",
-    "push_to_hub, hub_model_id, hub_token": _HUB,
+    "hub_token": "there is none, so that no file has it: `hf auth login`, or HF_TOKEN",
+    "push_to_hub_model_id, hub_repo_id": "`--hub-model-id` with `--push-to-hub`",
     "trust_remote_code": "there is none: no code of a checkpoint is run",
     "dataloader_num_workers, dataset_num_proc, remove_unused_columns": "there is none, and none is needed",
 }  # fmt: skip

@@ -23,6 +23,12 @@ class SFTOptions(TextOptions):
     assistant_only_loss: bool = option(
         True, "train what the assistant says; off: every token, the prompts too", group="loss"
     )
+    neftune_noise_alpha: float = option(  # type: ignore[misc]
+        0.0,
+        "noise on the embeddings in training, as in the NEFTune paper, such as 5",
+        least=0,
+        excludes=("capture", "mtp_loss_weight", "cp", "tp"),
+    )
 
 
 @dataclass(kw_only=True)
@@ -118,6 +124,7 @@ class MedusaOptions(TrainOptions):
     unsupported = {  # noqa: RUF012
         **dict.fromkeys(("cp", "tp"), "heads are trained under FSDP alone"),
         **dict.fromkeys(("lora_r", "router_bias_rate"), "heads are trained on a frozen model"),
+        "optim": "heads are no matrices of blocks",
     }
     heads: int = option(4, "number of heads; head k predicts the token k + 1 ahead", least=1, group="heads")
     head_layers: int = option(1, "residual blocks of each head", least=0)

@@ -21,7 +21,7 @@ from ligermodels.processes import Processes
 from ligermodels.recipes.data.batches import Data
 from ligermodels.recipes.memory import Sizes, available, estimate, fits, gib
 from ligermodels.recipes.notebook import Notebook, is_notebook
-from ligermodels.recipes.options import TrainOptions
+from ligermodels.recipes.options import IN_MEMORY, TrainOptions, fields_of
 
 _SECONDS = 5.0
 """Minimum time between lines of progress."""
@@ -108,10 +108,7 @@ def _logger(options: TrainOptions, resumed: int) -> Any:
     """A function log(step, values) that writes to TensorBoard, Weights & Biases or nothing; step None closes it."""
     folder = Path(options.output_dir).resolve()
     if options.report_to == "wandb":
-        import wandb
-
-        run = wandb.init(dir=str(folder), name=folder.name, config=vars(options), resume="allow")
-        return lambda step, values: run.finish() if step is None else run.log(dict(values), step=step)
+        return _wandb_logger(options, folder)
     if options.report_to == "none":
         return lambda step, values: None
     from torch.utils.tensorboard import SummaryWriter
@@ -120,6 +117,26 @@ def _logger(options: TrainOptions, resumed: int) -> Any:
     return lambda step, values: (
         writer.close() if step is None else [writer.add_scalar(*x, step) for x in values.items()]
     )
+
+
+def _wandb_logger(options: TrainOptions, folder: Path) -> Any:
+    """A run that is resumed goes on in the same run of W&B, whose id is in DIR/wandb-run-id.
+
+    Values are drawn over our own step: W&B's own only grows, and a run that was killed takes some of its steps again.
+    """
+    import wandb
+
+    file = folder / "wandb-run-id"
+    before = file.read_text("utf-8").strip() if options.resume and file.is_file() else None
+    config = {name: getattr(options, name) for name in fields_of(options)}
+    run = wandb.init(
+        dir=str(folder), name=options.run_name or folder.name, id=before, resume="allow", config=config,
+        allow_val_change=True,
+    )  # fmt: skip
+    with write_errors(file):
+        file.write_text(run.id, "utf-8")
+    run.define_metric("*", step_metric="step")
+    return lambda step, values: run.finish() if step is None else run.log({"step": step, **values})
 
 
 def make_plan(
@@ -188,6 +205,20 @@ def left_out(counts: Mapping[str, int]) -> str:
 
 
 # ---- after it ----
+
+
+def next_steps(options: TrainOptions, saved: Path) -> str:
+    """The commands that a user may type next, for the folder of a result."""
+    base, folder = (shlex.quote(text) for text in (options.model.removeprefix(IN_MEMORY), str(saved)))
+    if saved.name == "medusa":
+        return f"next:\n  ligermodels chat {base} --medusa {folder}"
+    merged = shlex.quote(str(saved.parent / "merged"))
+    lines = [f"ligermodels chat {folder}"]
+    if saved.name == "adapter":
+        lines.append(f"ligermodels convert {base} {merged} --adapter {folder}")
+    else:
+        lines.append(f"ligermodels convert {folder} {shlex.quote(f'{saved.parent}.gguf')}")
+    return "next:" + "".join(f"\n  {line}" for line in lines)
 
 
 def resume_command(options: TrainOptions, processes: int, *, skip_bad: bool) -> str:

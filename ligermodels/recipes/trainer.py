@@ -30,10 +30,11 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError, LigermodelsError, TrainingError
 from ligermodels.parallel import Checkpoints
 from ligermodels.processes import Processes
-from ligermodels.recipes import memory, model as models, report, run_folder
+from ligermodels.recipes import memory, model as models, report, run_folder, upload
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.data.batches import BadRowError, Data
 from ligermodels.recipes.data.examples import Batch, filled_batch
+from ligermodels.recipes.neftune import Neftune
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.report import say
 from ligermodels.recipes.steps import (
@@ -86,6 +87,7 @@ class Progress:
     evaluated: int = -1  # the step after which the last evaluation was
     best: float = math.inf
     best_step: int = -1
+    worse: int = 0  # evaluations since the best
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -116,6 +118,7 @@ class Trainer:
         self.optimizer: AdamW
         self.checkpoints: Checkpoints
         self.reporter: report.Reporter  # on rank 0 alone
+        self.repository = ""  # of --push-to-hub
         self._captured: CapturedStep | None = None  # with --capture, from the first step on
         self._counts_loads = False
         self._max_expert_load: Tensor  # of the last step, on the device
@@ -137,6 +140,8 @@ class Trainer:
         if options.dry_run:
             return False
 
+        if options.push_to_hub:
+            self.repository = processes.from_main(lambda: upload.make_repository(options))
         # The first batches, so that an error in the data is raised before anything is written
         self.stack.callback(self.data.train.close)
         vocab_size = len(sketch.get_input_embeddings().weight)
@@ -159,6 +164,8 @@ class Trainer:
             models.check_capture(sketch, processes)
         if options.router_bias_rate:
             models.check_router_biases(sketch)
+        if options.optim == "muon":
+            models.check_muon(processes)
         data = Data(options, recipe)
         counts = None if options.max_steps is not None else data.count()  # each rank counts: waiting could time out
         forwards = None if counts is None else counts["batches"] * (options.num_train_epochs or 1)
@@ -198,6 +205,8 @@ class Trainer:
         if before is None:
             processes.from_main(lambda: run_folder.write_options(options))
         recipe.setup(self.model, source, processes)
+        if options.neftune_noise_alpha:
+            self.stack.callback(Neftune(self.model, options.neftune_noise_alpha).remove)
         self.optimizer = models.make_optimizer(options, self.model, processes)
         self._counts_loads = not options.capture and count_expert_loads(self.model)  # a graph would count padding
         self.checkpoints = self.stack.enter_context(
@@ -325,8 +334,9 @@ class Trainer:
         if not math.isfinite(loss):
             raise TrainingError(f"the evaluation after step {progress.step} has loss {loss}; it was not saved")
         progress.evaluated = progress.step
+        progress.worse += 1
         if better := loss < progress.best:
-            progress.best, progress.best_step = loss, progress.step
+            progress.best, progress.best_step, progress.worse = loss, progress.step, 0
         means = means_of(metrics, self.processes)
         if self.processes.is_main:
             is_cross_entropy = type(recipe).loss is Recipe.loss
@@ -365,7 +375,7 @@ class Trainer:
             while True:
                 if self._is_due(options.eval_steps) and progress.evaluated < progress.step and self.evaluation:
                     self.evaluate()
-                if progress.step >= progress.steps:
+                if progress.step >= progress.steps or self._stops_early():
                     break
                 stop = self.train_step()
                 if stop is not None:
@@ -378,6 +388,19 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         step = self.progress.step
         return step in (0, self.progress.steps) or (every > 0 and step % every == 0)
+
+    def _stops_early(self) -> bool:
+        """Whether the last evaluations were not better than the one before them, by --early-stopping-patience."""
+        patience, progress = self.options.early_stopping_patience, self.progress
+        if patience is None or progress.worse < patience or not progress.step:
+            return False
+        if self.processes.is_main:
+            best = f"; {self.out / 'best'} has it" if progress.best_step > 0 else ", before the first step"
+            say(
+                f"stopped early after step {progress.step} of {progress.steps}: {progress.worse} evaluations in a row "
+                f"were no better than that after step {progress.best_step}{best}"
+            )
+        return True
 
     def _stop(self, error: BaseException) -> NoReturn:
         """Saves the steps so far, and raises the error, which says how to continue."""
@@ -402,7 +425,12 @@ class Trainer:
         if self.processes.is_main:
             facts = report.results(self.progress, self.data.train.counts.numbers, self.reporter.lines())
             report.write_card(self.options, self.plan | facts, result)
-        return Result(result, self.processes.from_main(lambda: self.reporter.lines()))
+        lines = self.processes.from_main(lambda: self.reporter.lines())
+        if self.processes.is_main:
+            say(report.next_steps(self.options, result))
+            if self.repository:  # the last of all: no process waits for it
+                upload.upload(result, self.repository, self.options.recipe)
+        return Result(result, lines)
 
 
 class _ModelWithLoss(nn.Module):

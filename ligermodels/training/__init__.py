@@ -1,4 +1,4 @@
-"""What a training loop needs besides the model: an optimizer, captured steps, gradients that add up in place, experts
+"""What a training loop needs besides the model: optimizers, captured steps, gradients that add up in place, experts
 that are balanced without a loss, LoRA, Medusa heads, the layer for multi-token prediction."""
 
 from ligermodels.training.adamw import AdamW as AdamW
@@ -17,3 +17,4 @@ from ligermodels.training.lora import (
 )
 from ligermodels.training.medusa import add_medusa as add_medusa, load_medusa as load_medusa, save_medusa as save_medusa
 from ligermodels.training.mtp import add_mtp as add_mtp, load_mtp as load_mtp
+from ligermodels.training.muon import MuonAdamW as MuonAdamW, matrices_of as matrices_of

@@ -251,7 +251,7 @@ class AdamW(torch.optim.Optimizer):
 
         def take(_: Any, state: dict[str, Any]) -> dict[str, Any]:  # torch would cast all states to the weight's dtype
             loaded.update(state)
-            _check_loadable(state)
+            self._check_loadable(state)
             return {**state, "state": {}}
 
         before = self.param_groups
@@ -266,7 +266,40 @@ class AdamW(torch.optim.Optimizer):
                 group["lr"] = old["lr"].copy_(torch.as_tensor(group["lr"]))
             for key, p in zip(saved["params"], group["params"], strict=True):
                 if loaded["state"].get(key):
-                    self.state[p] = _loaded_state(p, group, loaded["state"][key])
+                    self.state[p] = self._loaded_state(p, group, loaded["state"][key])
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        """Raises InputError for another optimizer's state."""
+        for group in state_dict["param_groups"]:
+            for option in ("amsgrad", "maximize"):
+                if group.get(option):
+                    raise InputError(
+                        f"AdamW: the loaded state comes from a run with {option}=True, which is not supported"
+                    )
+            if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
+                raise InputError("AdamW: the loaded state is Adam's, whose weight decay goes into the moments")
+        for key, state in state_dict["state"].items():
+            if state and not {"step", "exp_avg", "exp_avg_sq"} <= set(state):
+                raise InputError(
+                    f"AdamW: the loaded state of parameter {key} has {', '.join(map(str, state))}; expected step, "
+                    "exp_avg and exp_avg_sq. Is it another optimizer's?"
+                )
+
+    def _loaded_state(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter from a loaded one. Raises InputError."""
+        dtype = _moments(p, group)
+        where = p.device if group["capturable"] else "cpu"
+        loaded = {
+            "step": torch.as_tensor(state["step"]).detach().to(where, torch.float32, copy=True),
+            "exp_avg": state["exp_avg"].to(p.device, dtype),
+            "exp_avg_sq": state["exp_avg_sq"].to(p.device, dtype),
+        }
+        if group["master_weights"] and p.dtype == torch.bfloat16:
+            remainder = state.get("remainder", torch.zeros_like(p))
+            if remainder.dtype != torch.bfloat16:
+                raise InputError(f"AdamW: a loaded remainder is {remainder.dtype}; expected torch.bfloat16")
+            loaded["remainder"] = remainder.to(p.device)
+        return loaded
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -348,37 +381,6 @@ def _first_state(p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
     if group["master_weights"] and p.dtype == torch.bfloat16:
         state["remainder"] = torch.zeros_like(p)
     return state
-
-
-def _check_loadable(state_dict: dict[str, Any]) -> None:
-    for group in state_dict["param_groups"]:
-        for option in ("amsgrad", "maximize"):
-            if group.get(option):
-                raise InputError(f"AdamW: the loaded state comes from a run with {option}=True, which is not supported")
-        if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
-            raise InputError("AdamW: the loaded state is Adam's, whose weight decay goes into the moments")
-    for key, state in state_dict["state"].items():
-        if state and not {"step", "exp_avg", "exp_avg_sq"} <= set(state):
-            raise InputError(
-                f"AdamW: the loaded state of parameter {key} has {', '.join(map(str, state))}; expected step, "
-                "exp_avg and exp_avg_sq. Is it another optimizer's?"
-            )
-
-
-def _loaded_state(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    dtype = _moments(p, group)
-    where = p.device if group["capturable"] else "cpu"
-    loaded = {
-        "step": torch.as_tensor(state["step"]).detach().to(where, torch.float32, copy=True),
-        "exp_avg": state["exp_avg"].to(p.device, dtype),
-        "exp_avg_sq": state["exp_avg_sq"].to(p.device, dtype),
-    }
-    if group["master_weights"] and p.dtype == torch.bfloat16:
-        remainder = state.get("remainder", torch.zeros_like(p))
-        if remainder.dtype != torch.bfloat16:
-            raise InputError(f"AdamW: a loaded remainder is {remainder.dtype}; expected torch.bfloat16")
-        loaded["remainder"] = remainder.to(p.device)
-    return loaded
 
 
 def _total_norm(parameters: Sequence[Tensor]) -> Tensor:

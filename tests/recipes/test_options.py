@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ligermodels import cli
+from ligermodels import cli, train
 from ligermodels.errors import InputError
 from ligermodels.layers import policy, preference
-from ligermodels.recipes import RECIPES, find, options_of, other_tools, recipe_options, train
+from ligermodels.recipes import RECIPES, find, options_of, other_tools, recipe_options
 from ligermodels.recipes.options import add_flags, fields_of
 from ligermodels.recipes.recipe_options import PretrainOptions, SFTOptions
 from tests.recipes.runs import NEEDS
@@ -105,6 +105,15 @@ REFUSED = [  # recipe, a file of options, what is said: each kind of value and r
     ("sft", "- learning_rate", "has no options"),
     ("sft", "learning_rate: [", "cannot be read as YAML"),
     ("sft", "model: ''", "model is missing: give MODEL on the command line"),
+    ("sft", "early_stopping_patience: 2", "needs evaluations: add --eval-share 0.1 or --eval-data FILE, or leave"),
+    ("sft", "early_stopping_patience: 2\neval_share: 0.1\neval_steps: 0", "at the end alone; give --eval-steps N"),
+    ("sft", "hub_model_id: a/b", "hub_model_id=a/b needs push_to_hub: add --push-to-hub"),
+    ("sft", "optim: muon\nlora_r: 4\nquantize: nf4", "optim=muon and (lora_r=4|quantize=nf4): give one of the two"),
+    ("sft", "optim: muon\ntp: 2", "optim=muon and tp=2: give one of the two"),
+    ("sft", "optim: muon\nprecision: bf16", "Muon steps fp32 values; give --precision bf16-masters"),
+    ("sft", "optim: adamw_torch", "expected one of adamw, muon; did you mean adamw?"),
+    ("sft", "neftune_noise_alpha: 5\ncapture: true", "neftune_noise_alpha=5 and capture=True: give one of the two"),
+    ("medusa", "optim: muon", "optim=muon: heads are no matrices of blocks; leave --optim out"),
     ("dpo", "loss_type: hinge\nlabel_smoothing: 0.1", "not defined for loss_type='hinge'"),
     ("dpo", "max_length: 64\nbatch_tokens: 100", "less than an example, 2 x max_length=64"),
     ("distill", "beta: 1.5", "beta=1.5: expected 1 or less"),
@@ -135,7 +144,7 @@ SAID = {
     ("--stamps", "3"): "sft has no option --stamps; `ligermodels train sft --help` lists all",
     ("--gradient_accumulation_steps", "4"): "; here --accumulation: forward passes of a step, of all GPUs together",
     ("--max_seq_length", "4"): "sft has no option --max-seq-length; here --max-length; beyond",
-    ("--push-to-hub", "--run_name=x"): "sft has no option --push-to-hub; there is none; `hf upload",
+    ("--hub_token", "--wandb_name=x"): "sft has no option --hub-token; there is none, so that no file has it: `hf auth",
     ("--lr", "3"): "sft has no option --lr; did you mean --learning-rate or ",
     ("--epochs", "3"): "sft has no option --epochs; did you mean --num-train-epochs?",
     ("--merge", "false"): "unexpected argument 'false'; flags take no value: --merge, or --no-merge",
@@ -201,14 +210,15 @@ def test_all_options(tmp_path):
 
 COMMON = (
     "accumulation activations adam_beta1 adam_beta2 batch_tokens chat_template cp data decay dp_replicate "
-    "dry_run eval_data eval_share eval_steps final_lr learning_rate lora_alpha "
+    "dry_run early_stopping_patience eval_data eval_share eval_steps final_lr hub_model_id hub_private_repo "
+    "learning_rate lora_alpha "
     "lora_dropout lora_modules_to_save lora_r lora_target_modules lora_target_parameters lr_scheduler_type "
-    "max_grad_norm max_length max_samples max_steps merge model num_train_epochs output_dir precision quantize "
-    "report_to resume router_bias_rate save_steps save_total_limit seed show skip_bad system_prompt text_only tp "
-    "use_dora use_rslora warmup_steps weight_decay"
+    "max_grad_norm max_length max_samples max_steps merge model num_train_epochs optim output_dir precision "
+    "push_to_hub quantize report_to resume router_bias_rate run_name save_steps save_total_limit seed show skip_bad "
+    "system_prompt text_only tp use_dora use_rslora warmup_steps weight_decay"
 )
 OWN = {
-    "sft": ("assistant_only_loss capture mtp_loss_weight"),
+    "sft": ("assistant_only_loss capture mtp_loss_weight neftune_noise_alpha"),
     "pretrain": ("capture mtp_loss_weight scratch"),
     "dpo": ("beta label_smoothing loss_type sft_weight"),
     "kto": ("beta desirable_weight loss_type undesirable_weight"),

@@ -20,6 +20,8 @@ ITERATED = ("--num-iterations", "2", "--beta", "0.1", "--scale-rewards", "batch"
 RESUMED = {  # recipe, more options, the metric that the evaluations lower and by how much, a change that is refused
     "sft": ("sft", (), ("eval_loss", 0.95), ("seed", "1")),
     "adapters": ("sft", ("--lora-r", "4", "--lora-dropout", "0.1", "--merge"), ("perplexity", 0.99), ("lora_r", "2")),
+    "muon": ("sft", ("--optim", "muon"), ("eval_loss", 0.95), ("optim", "adamw")),
+    "neftune": ("sft", ("--neftune-noise-alpha", "5"), ("eval_loss", 0.95), ("neftune_noise_alpha", "6")),
     "pretrain": ("pretrain", (), ("perplexity", 0.9), ("batch_tokens", "128")),
     "dpo": ("dpo", (), ("eval_loss", 1.01), ("beta", "0.2")),
     "kto": ("kto", (), ("eval_loss", 1.1), ("desirable_weight", "2")),

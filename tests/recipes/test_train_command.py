@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import ligermodels
-from ligermodels import Mixtral, Qwen3_5, Tokenizer, recipes
+from ligermodels import Mixtral, Qwen3_5, Tokenizer
 from ligermodels.cli import main
 from ligermodels.recipes import memory, report
 from ligermodels.recipes.data.batches import Batches
@@ -124,7 +124,7 @@ def test_runs_of_one_and_two_processes_resume_each_other(home, tmp_path):
     on_two(tmp_path, lambda: train(home, two, *flags))
     with pytest.warns(UserWarning, match="is resumed on 1 rank"):  # the command prints warnings
         saved = SFTOptions.load(two / "options.yaml")
-        recipes.train("sft", **{**saved, "max_steps": 7, "resume": True})
+        ligermodels.train("sft", **{**saved, "max_steps": 7, "resume": True})
     check_same(two, one)
 
 
