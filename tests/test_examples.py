@@ -125,7 +125,7 @@ def test_grpo_by_hand_has_the_bits_of_train_grpo(example, tmp_path, monkeypatch,
 def test_grpo_raises_the_reward(example, tmp_path):
     rewards = example("grpo").main(["--out", str(tmp_path / "out"), "--sft-steps", "300", "--steps", "40"])
     assert sum(rewards[:3]) / 3 < 0.5 and sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2
-    assert ", reward " in (tmp_path / "out" / "grpo" / "model" / "README.md").read_text()
+    assert "| reward | " in (tmp_path / "out" / "grpo" / "model" / "README.md").read_text()
 
 
 def test_dpo_learns_the_preference(example, tmp_path):

@@ -1,6 +1,7 @@
 """Training recipes: from a file of examples to a tuned model.
 
-trainer     the loop of all recipes; run_folder has its folder and processes, report all that it prints
+trainer     the loop of all recipes; run_folder has its folder and processes, report all that it prints, card and curves
+            what is written beside the result
 base        what a recipe gives the trainer; the others are sft, preference, kto, distill, medusa and grpo
 entry       `ligermodels.train`; objects has what Python gives in place of names, and notebook shows a run there
 rollout     completions that the model samples; rewards judges them

@@ -1,4 +1,4 @@
-"""Reports of a run: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, and the card of the result.
+"""Reports of a run: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, and what comes next.
 
 metrics.jsonl has a line for each step and for each evaluation. A run that is resumed drops the lines after the step
 that it is resumed from.
@@ -7,11 +7,10 @@ that it is resumed from.
 import contextlib
 import json
 import math
-import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +57,20 @@ class Reporter:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._write(step, values)
         seconds = time.perf_counter() - self._start
+        if self._notebook is not None:
+            self._notebook.show(step, values, self._line(step, values, seconds))
+        elif step in (self._first + 1, self.steps) or seconds - self._shown >= _SECONDS:
+            self._shown = seconds
+            say(self._line(step, values, seconds))
+
+    def _line(self, step: int, values: Mapping[str, float], seconds: float) -> str:
+        """A line of progress. seconds: since the run began, or was resumed."""
         remaining = round(seconds / (step - self._first) * (self.steps - step))
-        text = (
+        return (
             f"step {step}/{self.steps}: loss {values['loss']:.4f}, lr {values['lr']:.2e}, "
             f"{values['tokens_per_second']:,.0f} tokens/s, peak {values['gib']:.1f} GiB{_shown(values)}, "
             f"{remaining // 60}:{remaining % 60:02} left"
         )
-        if self._notebook is not None:
-            self._notebook.show(step, values, text)
-        elif step in (self._first + 1, self.steps) or seconds - self._shown >= _SECONDS:
-            self._shown = seconds
-            say(text)
 
     def evaluation(
         self, step: int, loss: float, values: Mapping[str, float], *, better: bool, is_cross_entropy: bool
@@ -230,8 +232,8 @@ def resume_command(options: TrainOptions, processes: int, *, skip_bad: bool) -> 
     return f"{torchrun}ligermodels train {options.recipe} --config {file} --resume{' --skip-bad' * skip_bad}"
 
 
-def results(progress: Any, counts: Mapping[str, int], lines: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """What a run has done, as lines of the card by name. progress: a `trainer.Progress`. lines: of metrics.jsonl."""
+def results(progress: Any, counts: Mapping[str, int]) -> dict[str, str]:
+    """What a run has done, as lines of the card by name. progress: a `trainer.Progress`."""
     facts = {
         "tokens seen": f"{progress.tokens:,}, of which {progress.trained:,} were trained",
         "rows read": f"{counts['rows']:,}, over all epochs{left_out(counts)}",
@@ -239,33 +241,4 @@ def results(progress: Any, counts: Mapping[str, int], lines: Sequence[Mapping[st
     }
     if progress.best_step >= 0:
         facts["best evaluation"] = f"{progress.best:.4f}, after step {progress.best_step}"
-    last = {name: value for line in lines[-2:] for name, value in line.items()}
-    facts["at the end"] = ", ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in last.items())
     return facts
-
-
-def write_card(options: TrainOptions, facts: Mapping[str, str], saved: Path) -> None:
-    """Writes the model card README.md into the folder of the result. facts: lines of the plan and the run, by name."""
-    sets = [name for source in options.data if _is_repository(name := re.split(r"[:*]", source)[0])]
-    head = {
-        "base_model": options.model if _is_repository(options.model) else "",
-        "datasets": sets,
-        "library_name": "peft" if saved.name == "adapter" else "transformers",
-        "tags": [options.recipe, "ligermodels"],
-    }
-    use = f"ligermodels chat {shlex.quote(str(saved))}; transformers and PEFT open it too"
-    if saved.name == "medusa":
-        use = f"ligermodels.training.load_medusa(model, {str(saved)!r})"
-    header = "".join(f"{name}: {json.dumps(value)}\n" for name, value in head.items() if value)
-    table = "".join(f"| {name} | {text} |\n" for name, text in {**facts, "to use it": use}.items())
-    text = (
-        f"---\n{header}---\n\n# {saved.resolve().parent.name}\n\n{options.recipe} of {options.model} by `ligermodels "
-        f"train`.\n\n| | |\n|---|---|\n{table}\n## Options\n\n```yaml\n{options.dump()}```\n"
-    )
-    with write_errors(saved / "README.md"):
-        (saved / "README.md").write_text(text, "utf-8")
-
-
-def _is_repository(name: str) -> bool:
-    """Whether a model or data set that a run read has its name on the Hub; else it is a file or folder."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()

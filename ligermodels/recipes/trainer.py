@@ -9,6 +9,7 @@ DIR/checkpoints/       the newest checkpoints, from which --resume continues
 DIR/metrics.jsonl      a line per step and per evaluation
 DIR/tensorboard/       the same for TensorBoard, with --report-to tensorboard
 DIR/best/              what was trained, as it was at the best evaluation
+DIR/loss.png           curves of the metrics, also beside the model
 DIR/model/             the tuned model, with plan and results in README.md; `Recipe.result` names it where only adapters
                        or heads were trained
 """
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError, LigermodelsError, TrainingError
 from ligermodels.parallel import Checkpoints
 from ligermodels.processes import Processes
-from ligermodels.recipes import memory, model as models, report, run_folder, upload
+from ligermodels.recipes import card, curves, memory, model as models, report, run_folder, upload
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.data.batches import BadRowError, Data
 from ligermodels.recipes.data.examples import Batch, filled_batch
@@ -108,6 +109,7 @@ class Trainer:
         self.out = Path(options.output_dir)
         self.signals = Signals()
         # What `setup` makes, in this order.
+        self.source: Path  # of the model, or of the tokenizer of one in memory
         self.recipe: Recipe
         self.data: Data
         self.progress: Progress
@@ -135,6 +137,7 @@ class Trainer:
         if options.resume and before is None and processes.is_main:
             say(f"warning: no run in {self.out} to resume; starting a new one")
         source, sketch = models.source_of(options, processes)
+        self.source = source
         self._make_plan(source, sketch)
         processes.from_main(self._show_examples)
         if options.dry_run:
@@ -423,8 +426,12 @@ class Trainer:
             result = self.out / "model"
             self._save_model(result, merged=True)
         if self.processes.is_main:
-            facts = report.results(self.progress, self.data.train.counts.numbers, self.reporter.lines())
-            report.write_card(self.options, self.plan | facts, result)
+            facts = self.plan | report.results(self.progress, self.data.train.counts.numbers)
+            lines, name = self.reporter.lines(), self.options.run_name or self.out.resolve().name
+            has_picture = curves.draw(lines, name, [folder / card.PICTURE for folder in (self.out, result)])
+            if not has_picture:
+                say(f"no {card.PICTURE}, which needs matplotlib: pip install 'ligermodels[train]'")
+            card.write_card(self.options, facts, result, self.source, lines, has_picture)
         lines = self.processes.from_main(lambda: self.reporter.lines())
         if self.processes.is_main:
             say(report.next_steps(self.options, result))

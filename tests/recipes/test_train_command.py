@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import ligermodels
 from ligermodels import Mixtral, Qwen3_5, Tokenizer
 from ligermodels.cli import main
-from ligermodels.recipes import memory, report
+from ligermodels.recipes import card, memory
 from ligermodels.recipes.data.batches import Batches
 from ligermodels.recipes.recipe_options import SFTOptions
 from ligermodels.training import add_mtp, load_adapter
@@ -32,9 +32,9 @@ def test_sft_learns_what_the_assistant_says(home, capsys):
     losses, evaluated = metrics(folder), metrics(folder, "eval_loss")
     assert losses[1] > 4 and losses[max(losses)] < 0.1  # guessing among the bytes of the answers costs over 2
     check_answers(folder / "model", ligermodels.load(folder / "model"))
-    card, best = (folder / "model" / "README.md").read_text(), min(evaluated, key=evaluated.get)
+    text, best = (folder / "model" / "README.md").read_text(), min(evaluated, key=evaluated.get)
     for words in (" GiB |", "12 rows of messages", f"{evaluated[best]:.4f}, after step {best}", "learning_rate: 0.004"):
-        assert words in card
+        assert words in text
     saved = SFTOptions.load(folder / "options.yaml")
     assert (saved["precision"], saved["activations"], saved["batch_tokens"]) == ("fp32", "none", 128)
 
@@ -42,11 +42,11 @@ def test_sft_learns_what_the_assistant_says(home, capsys):
 def test_the_head_of_a_card(tmp_path):
     options = options_of("sft", model="someone/base", data="someone/chats:clean", lora_r=8)
     (folder := tmp_path / "adapter").mkdir()
-    report.write_card(options, {}, folder)
+    card.write_card(options, {}, folder)
     head = yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
     assert head == {
-        "base_model": "someone/base", "datasets": ["someone/chats"], "library_name": "peft",
-        "tags": ["sft", "ligermodels"],
+        "base_model": "someone/base", "base_model_relation": "adapter", "datasets": ["someone/chats"],
+        "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["sft", "ligermodels"],
     }  # fmt: skip
 
 
