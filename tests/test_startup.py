@@ -62,6 +62,8 @@ WITHOUT_TORCH = {
     "generate model --prompt x --top-p 2": (2, "top_p"),
     "generate model --prompt x --dtype int3": (2, "float32 (fp32, "),
     "chat empty": (3, "neither model.safetensors"),
+    "eval --help": (0, "--tasks"),
+    "eval model --tasks x --log-samples": (2, "--output"),
     "train --help": (
         0,
         "ligermodels train sft HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl --output-dir tuned",

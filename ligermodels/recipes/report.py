@@ -220,6 +220,7 @@ def next_steps(options: TrainOptions, saved: Path) -> str:
         lines.append(f"ligermodels convert {base} {merged} --adapter {folder}")
     else:
         lines.append(f"ligermodels convert {folder} {shlex.quote(f'{saved.parent}.gguf')}")
+    lines.append(f"ligermodels eval {folder} --tasks hellaswag --limit 200")
     return "next:" + "".join(f"\n  {line}" for line in lines)
 
 

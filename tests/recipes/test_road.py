@@ -245,7 +245,8 @@ def test_the_commands_that_a_run_ends_with_work(home, tmp_path, capsys):
         out = tmp_path / f"my {name}"
         assert train(home, out, *FEW, "--max-steps", "1", *flags) == 0
         lines = capsys.readouterr().err.splitlines()
-        chat, convert, *_ = [shlex.split(line) for line in lines[lines.index("next:") + 1 :]]
+        chat, convert, evaluate, *_ = [shlex.split(line) for line in lines[lines.index("next:") + 1 :]]
+        assert evaluate[1:3] == ["eval", str(out / name)]
         assert chat == ["ligermodels", "chat", str(out / name)] and convert[1] == "convert"
         if name == "adapter":
             assert main(convert[1:]) == 0 and (out / "merged" / "model.safetensors").is_file()
