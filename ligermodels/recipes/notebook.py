@@ -67,17 +67,17 @@ def curves_svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     points = [point for curve in curves.values() for point in curve]
     if len(points) < 2:
         return ""
-    (left, right), (low, high) = ((min(axis), max(axis)) for axis in zip(*points, strict=True))
-    width, height = max(right - left, 1e-9), max(high - low, 1e-9)
+    (start, end), (low, high) = ((min(axis), max(axis)) for axis in zip(*points, strict=True))
+    width, height = max(end - start, 1e-9), max(high - low, 1e-9)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = _MARGIN + (x - left) / width * (_WIDTH - _MARGIN - 10)
+        across = _MARGIN + (x - start) / width * (_WIDTH - _MARGIN - 10)
         return round(across, 1), round(10 + (high - y) / height * (_HEIGHT - 34), 1)
 
     bottom = _HEIGHT - 24
     parts = [f'<path d="M{_MARGIN} 10V{bottom}H{_WIDTH - 10}" fill="none" stroke="#888"/>']
-    labels = [(2, 14, f"{high:.4g}"), (2, bottom, f"{low:.4g}"), (_MARGIN, _HEIGHT - 8, f"step {left:g}")]
-    labels.append((_WIDTH - 60, _HEIGHT - 8, f"{right:g}"))
+    labels = [(2, 14, f"{high:.4g}"), (2, bottom, f"{low:.4g}"), (_MARGIN, _HEIGHT - 8, f"step {start:g}")]
+    labels.append((_WIDTH - 60, _HEIGHT - 8, f"{end:g}"))
     for name, curve in curves.items():
         if not curve:
             continue
