@@ -45,9 +45,10 @@ def write_card(
     of = link if base in ("", name) else f"{link}, from {name}" if is_cached(name) else f"{name}, made of {link}"
     picture = f"![curves of the run]({PICTURE})\n\n" * has_picture
     table = "".join(f"| {key} | {text} |\n" for key, text in facts.items())
+    kind = RECIPES[options.recipe][-1].partition(":")[0].rstrip(".") if options.recipe in RECIPES else options.recipe
     title = options.run_name or saved.resolve().parent.name
     text = (
-        f"---\n{header}---\n\n# {title}\n\n{RECIPES[options.recipe][-1].partition(':')[0].rstrip('.')} of {of}, by "
+        f"---\n{header}---\n\n# {title}\n\n{kind} of {of}, by "
         f"`ligermodels train {options.recipe}`.\n\n{picture}{_results(lines)}## Use\n\n{_use(options, saved, base)}\n"
         f"## The run\n\n| | |\n|---|---|\n{table}\n## Options\n\n```yaml\n{options.dump()}```\n"
     )

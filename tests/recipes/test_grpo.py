@@ -302,7 +302,7 @@ def test_a_constant_reward_teaches_nothing(home, tmp_path, capsys):
     lines, lengths = completions(whole), metrics(whole, "completion_length")
     assert len(lines) == 4 * 16 and lengths[1] == sum(line["tokens"] for line in lines[:16]) / 16
     assert metrics(whole, "trained_tokens")[1] == 16 * lengths[1]
-    assert ", eval reward " in (whole / "model" / "README.md").read_text()
+    assert "| reward of the evaluation | " in (whole / "model" / "README.md").read_text()
     assert metrics(whole, "eval_reward") == {0: 0.5, 4: 0.5} and metrics(whole, "eval_loss") == {0: -0.5, 4: -0.5}
 
 
