@@ -111,6 +111,16 @@ def test_reward_functions(home, tmp_path):
     assert set(metrics(tmp_path / "two", "reward_<lambda>").values()) == {1.0}
 
 
+def test_processes_that_encode_rows_get_no_objects(home, tmp_path, monkeypatch):
+    """Neither the model nor a reward, which cannot be sent: a lambda."""
+    monkeypatch.setattr("ligermodels.recipes.data.batches.encoding_workers", lambda *_, **__: 1)
+    model = ligermodels.load(home / "model", dtype=torch.float32, device="cpu")
+    few = FEW | dict(max_steps=1, prompts=4, accumulation=4, max_completion_length=5, num_generations=4)
+    rewards = [lambda completions, letter, **others: [float(letter[0] in text) for text in completions]]
+    _, lines = train("grpo", model=model, data=PROMPTS, output_dir=tmp_path / "out", rewards=rewards, **few)
+    assert len(lines) == 1 and "reward" in lines[0]
+
+
 def test_a_run_of_rows_is_resumed_in_python_alone(home, tmp_path, capsys):
     expected = of_files(home, tmp_path / "files")
     how = dict(model=home / "model", output_dir=tmp_path / "rows", **FEW)
