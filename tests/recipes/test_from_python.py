@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -171,6 +172,18 @@ def test_a_model_in_memory_that_cannot_be_trained_so(home, tmp_path):
     refused(load(quantization_config="nf4"), "model has quantised weights, which are frozen: give lora_r=")
     refused(load().requires_grad_(False), "model has no weight that requires a gradient")
     refused(add_lora(load(), 4), "model has adapters already")
+
+
+def test_the_page_runs(home, tmp_path, monkeypatch):
+    """The first block of docs/training.md, on a tiny model; it learns."""
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    code = re.search(r"## From Python.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    variables = {}
+    exec(code.replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', repr(str(home / "model"))), variables)
+    losses = [line["loss"] for line in variables["metrics"] if "loss" in line]
+    assert str(variables["folder"]) == "tuned/model" and len(losses) == 8 and losses[-1] < losses[0]
+    assert (tmp_path / "tuned" / "adapter").is_dir()
 
 
 def test_the_docstring_has_every_option():
