@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ligermodels.checkpoint.files import write_errors
 
@@ -60,7 +61,9 @@ def draw(lines: Sequence[Mapping[str, float]], title: str, files: Sequence[Path]
             is_evaluation, label = metric.startswith("eval_"), metric.replace("_", " ")
             # An evaluation has the colour of its metric, or where there is one metric alone a colour of its own.
             color = f"C{bases.index(metric.removeprefix('eval_')) if len(bases) > 1 else int(is_evaluation)}"
-            style = {"marker": "o", "markersize": 4, "linestyle": "--"} if is_evaluation else {"linewidth": 1.3}
+            style: dict[str, Any] = {"linewidth": 1.3}
+            if is_evaluation:
+                style = {"marker": "o", "markersize": 4, "linestyle": "--"}
             if len(steps) == 1:
                 style["marker"] = "o"
             if len(steps) > _SMOOTHED and metric != "lr":

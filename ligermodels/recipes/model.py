@@ -32,7 +32,7 @@ def source_of(options: TrainOptions, processes: Processes) -> tuple[Path, Any]:
     """
     if (model := options.objects.get("model")) is not None:
         _check_in_memory(options, model, processes)
-        tokenizer = options.objects.get("tokenizer")
+        tokenizer: Any = options.objects.get("tokenizer")
         folder = Path(tokenizer) if isinstance(tokenizer, str | Path) else model.source_folder
         if folder is None and tokenizer is None:
             raise InputError(

@@ -10,7 +10,7 @@ arXiv:2502.16982.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,8 +94,8 @@ def matrices_of(model: Any) -> list[nn.Parameter]:
 
     Embedding, head, norms, biases, routers, convolutions and the stacked weights of experts are not among them.
     """
-    linears = [module for module in model.decoder.layers.modules() if isinstance(module, nn.Linear)]
-    return list(dict.fromkeys(linear.weight for linear in linears if linear.weight.requires_grad))
+    weights = [module.weight for module in model.decoder.layers.modules() if isinstance(module, nn.Linear)]
+    return list(dict.fromkeys(cast(nn.Parameter, weight) for weight in weights if weight.requires_grad))
 
 
 def _first_state(p: Tensor) -> dict[str, Any]:

@@ -85,21 +85,14 @@ def decode_attention_reference(
 
 @triton.jit
 def _scores_fp32(q_ptr, k_ptr, of_group, inside, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr):
-    """q k^T in fp32, 16 dims at a time: the rounding of one long sum of D products would dominate the error.
-
-    `lost` is what the sum of the tiles lost by rounding (Kahan 1965, https://doi.org/10.1145/363707.363723).
-    """
+    """q k^T in fp32, 16 dims at a time: the rounding of one long sum of D products would dominate the error."""
     s = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
-    lost = s
     for first in tl.static_range(0, D, 16):
         dims = first + tl.arange(0, 16)[None, :]
         q = tl.load(q_ptr + dims, mask=of_group[:, None] & (dims < D), other=0.0)
         k = tl.load(k_ptr + dims, mask=inside[:, None] & (dims < D), other=0.0)
         # max_num_imprecise_acc keeps the compiler from making one long sum again.
-        tile = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", max_num_imprecise_acc=16) - lost
-        higher = s + tile
-        lost = (higher - s) - tile
-        s = higher
+        s += tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", max_num_imprecise_acc=16)
     return s
 
 
