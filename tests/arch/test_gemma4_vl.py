@@ -82,6 +82,13 @@ class TestText(Suite):
         batch = inputs([[3, ("image", 1, 2), 2]], tiny, seed=seed)
         return {**batch, "labels": batch["input_ids"]}
 
+    @pytest.mark.gpu
+    def test_a_training_step_passes_the_sync_checker_is_captured_and_compiles(self, model, tiny):
+        """Of text: with images the host reads their sizes."""
+        ids = torch.randint(3, 90, (1, 10))
+        self.training_batch = lambda tiny: dict(input_ids=ids, labels=ids)
+        super().test_a_training_step_passes_the_sync_checker_is_captured_and_compiles(model, tiny)
+
     def test_blocks_run_one_by_one_as_calibration_runs_them(self, hf, model, ids):
         config = model.config
         with refused(config.hidden_size_per_layer_input or config.num_kv_shared_layers, "runs in its model, not alone"):
