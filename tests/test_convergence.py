@@ -89,10 +89,11 @@ def write(tmp_path):
 
 
 _CHAOTIC = {"qwen3_5_text": (1e-4, 0.1), "qwen3_5_moe_text": (0.02, 0.1), "qwen3_next": (0.02, 0.1),
-            "gemma4_text": (1e-3, 1e-3)}  # fmt: skip
+            "gemma4_text": (1e-3, 0.01)}  # fmt: skip
 """How far curves of Qwen3.5's mixers may be apart, within 32 steps and at the end. From weights that differ by 1e-7,
 those of transformers differ by 2e-5 after 32 steps and by 0.03 after 200. With experts, one of which then gets another
-token, it is 0.006 and 0.02 after 32 and 50. Gemma 4's differ by 4 to 8e-4 within 32."""
+token, it is 0.006 and 0.02 after 32 and 50. Gemma 4's differ by 4 to 8e-4 within 32, and then by
+2e-3 to 1e-2."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
