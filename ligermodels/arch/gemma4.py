@@ -1,7 +1,8 @@
 """Gemma 4's text (E2B, E4B, 26B-A4B, 31B) and fine-tunes: Gemma 2's four norms around attention of two kinds.
 
 - Blocks with a window and full ones differ in head_dim, in the number of key heads and in rope. With
-  `attention_k_eq_v` a full one has no v_proj: the values are the keys before their norm and rotation.
+  `attention_k_eq_v` a full one has no v_proj: the values are the keys before their norm and rotation, and a cache has
+  the values, and of the keys the dims that rotate.
 - Each head of q, k and v is normed, v without a weight; scores are not scaled. Norm weights act as they are.
 - The rope of full blocks is "proportional": a quarter of the pairs rotates, by exponents that count the whole head.
 - The last `num_kv_shared_layers` blocks have no keys: they read those of the last block of their kind before them, and
@@ -145,6 +146,13 @@ class Gemma4Config(TextAlone, LayerTypesConfig):
             config.intermediate_size = 2 * self.intermediate_size
         return config
 
+    def rotating(self, layer: int) -> int | None:
+        """With keys as values the number of dims of a head that rotate; None in other blocks, and for another rope."""
+        rope = self.ropes[self.rope(layer)]
+        if not self.attention_k_eq_v or self.rope(layer) != "full" or rope["rope_type"] != "proportional":
+            return None
+        return 2 * int(self.global_head_dim * rope.get("partial_rotary_factor", 1.0) // 2) or None
+
     def sharing(self, layer: int) -> dict[str, bool]:
         """Whether block `layer` reads the keys of an earlier one, and whether later ones read its own."""
         kind, readers = self.layer_types[layer], self.layer_types[self.first_reader :]
@@ -167,6 +175,7 @@ class Gemma4Block(ResidualBlock):
         options: dict[str, Any] = dict(qkv_bias=config.attention_bias, o_bias=config.attention_bias, scale=1.0)
         options |= dict(qk_norm=norm, v_norm=norm | {"elementwise_affine": False}, **config.sharing(layer))
         options["keys_as_values"] = config.attention_k_eq_v and self.keys_name == "full"
+        options["rotating"] = config.rotating(layer)
         self.self_attn = attention(config, layer, **options)
         for name in ("k_proj", "v_proj", "o_proj"):  # after the norms, as in transformers' order of parameters
             if (module := self.self_attn._modules.pop(name, None)) is not None:

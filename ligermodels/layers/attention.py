@@ -1,7 +1,7 @@
 """Self-attention with rotary positions and an optional window; causal, or of all to all."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.attention.attention import attention, engine
+from ligermodels.kernels.attention.decode_keys_as_values import rotating_dims, whole_keys
 from ligermodels.kernels.attention.rope import rope, rope_qk
 from ligermodels.kernels.linear.glu import glu
 from ligermodels.kernels.linear.linear import linears
@@ -18,6 +19,7 @@ from ligermodels.layers.fusion import linears_part
 from ligermodels.layers.linear import (
     JointProjections,
     apply_linears,
+    is_plain_call,
     operands_of,
     run_linear,
     warn_unfused,
@@ -43,9 +45,11 @@ class Attention(JointProjections):
     rows a head, a query and a gate; the head's output is multiplied by sigmoid(gate) before o_proj. projections: the
     names of the linear modules, the output's last. With two names q, k and v are the rows of one weight, in this order.
     v_norm: keyword arguments of the RMSNorm v_norm of each head of v. keys_as_values: there is no v_proj, and v is k
-    before its norm and rotation. gives_keys: forward returns (y, keys), which later layers can read in place of their
-    own. reads_keys: the layer has q_proj alone, and forward(x, batch, cache, keys) reads those of an earlier one, of
-    the same heads and window; it stores nothing.
+    before its norm and rotation. rotating: with keys_as_values and two norms that differ in k_norm's weight alone, the
+    number of dims of a head that the tables rotate; the cache then stores v and these dims of k, if every token sees
+    all, since the others are those of v times the weight. gives_keys: forward returns (y, keys), which later layers can
+    read in place of their own; the cache stores k whole. reads_keys: the layer has q_proj alone, and forward(x, batch,
+    cache, keys) reads those of an earlier one, of the same heads and window; it stores nothing.
     tp: the ranks over which the heads are sharded (tensor parallel); x is then a rank's shard [B, S/n, hidden_size].
     """
 
@@ -67,6 +71,7 @@ class Attention(JointProjections):
         v_norm: Mapping[str, Any] | None = None,
         output_gate: bool = False,
         keys_as_values: bool = False,
+        rotating: int | None = None,
         gives_keys: bool = False,
         reads_keys: bool = False,
         projections: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -93,6 +98,15 @@ class Attention(JointProjections):
         self.q_norm = None if qk_norm is None else RMSNorm(head_dim, **qk_norm)
         self.k_norm = None if qk_norm is None or reads_keys else RMSNorm(head_dim, **qk_norm)
         self.v_norm = None if v_norm is None or reads_keys else RMSNorm(head_dim, **v_norm)
+        if rotating is not None and not (
+            keys_as_values and qk_norm and {**qk_norm, "elementwise_affine": False} == v_norm and rope is not None
+            and not qk_norm.get("offset") and rotating % 2 == 0 and 0 < rotating <= head_dim
+        ):  # fmt: skip
+            raise InputError(
+                f"rotating={rotating} needs keys_as_values, a rope that rotates an even number of dims of a head, and "
+                "a v_norm like qk_norm, without an offset and a weight"
+            )
+        self.rotating = None if gives_keys or not causal or window or softcap or rotating == head_dim else rotating
         self.join_weights()
 
     def forward(self, x: Tensor, batch: Batch, cache: KeyValues | None = None, keys: Any = None) -> Any:
@@ -109,7 +123,10 @@ class Attention(JointProjections):
         key_mask, together = batch.key_mask, batch.together
         if cache is not None and token is not None:
             state = keys if self.reads_keys else cache
-            out = state.attend(q, k, v, token, tables, window=self.window, softcap=self.softcap, scale=self.scale)
+            options: Any = dict(window=self.window, softcap=self.softcap, scale=self.scale)
+            if (weight := self._weight_of_keys(cache, past=None)) is not None:
+                options["weight"] = weight
+            out = state.attend(q, k, v, token, tables, **options)
             if gate is not None:
                 out = glu(gate, out, activation="sigmoid")
             y = run_linear(o_proj, out.flatten(2), output)
@@ -117,7 +134,7 @@ class Attention(JointProjections):
         if self.reads_keys:
             k, v = keys
         elif cache is not None:
-            k, v = cache.append(k, v, batch.past_length)
+            k, v = self._append(k, v, cache, batch.past_length)
         if cache is not None:  # masks are over all tokens so far, and a window leaves the last
             key_mask = None if key_mask is None else key_mask[:, -k.shape[1] :]
             together = None if together is None else together[:, -k.shape[1] :]
@@ -149,7 +166,35 @@ class Attention(JointProjections):
         if self.reads_keys:
             return None
         window = None if whole else self.window
-        return KeyValues(rows, max_length, self.num_kv_heads, self.head_dim, window=window, **options)
+        key_dim = None if options.get("kv_cache_dtype") == "fp8" else self.rotating
+        return KeyValues(rows, max_length, self.num_kv_heads, self.head_dim, key_dim=key_dim, window=window, **options)
+
+    def _append(self, k: Tensor, v: Tensor, cache: Any, past: int) -> tuple[Tensor, Tensor]:
+        """Stores k and v, and returns all keys and values that these tokens may see."""
+        weight = self._weight_of_keys(cache, past)
+        if weight is None:
+            return cache.append(k, v, past)
+        stored, values = cache.append(rotating_dims(k, cast(int, self.rotating)), v, past)
+        if past == 0:
+            return k, values
+        earlier = whole_keys(stored[:, : -k.shape[1]], values[:, : -k.shape[1]], weight)
+        return torch.cat([earlier, k], 1), values
+
+    def _weight_of_keys(self, cache: Any, past: int | None) -> Tensor | None:
+        """What makes keys of the values in the cache; None where it stores whole keys, as in fp8, a cache of
+        transformers, and where a hook or a wrapper changes what a norm returns. past: None: the cache is not empty."""
+        if self.rotating is None or not isinstance(cache, KeyValues) or cache.is_fp8:
+            return None
+        plain = all(type(norm) is RMSNorm and is_plain_call(norm) for norm in (self.k_norm, self.v_norm))
+        is_whole = not plain if past == 0 else cache.key_dim == self.head_dim
+        if is_whole:
+            return None
+        if not plain:
+            raise InputError(
+                "attention: the cache has keys that are made of values by k_norm's weight, and since then k_norm or "
+                "v_norm got a hook or a wrapper: call cache.reset() and pass the whole text"
+            )
+        return cast(Tensor, cast(RMSNorm, self.k_norm).weight)
 
     @property
     def heads(self) -> tuple[int, int]:

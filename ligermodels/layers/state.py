@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention.decode_attention import decode_attention, rope_decode_attention
+from ligermodels.kernels.attention.decode_keys_as_values import rope_decode_keys_as_values
 from ligermodels.kernels.linear import fp8
 from ligermodels.layers.batch import NextToken
 
@@ -94,18 +95,23 @@ class KeyValues(State):
 
     kv_cache_dtype "fp8": e4m3, with two more buffers [B, capacity, HK] of scales, see kernels/linear/fp8.py. The tokens
     of the first call attend to each other's keys and values as they are, later tokens to what the buffers store.
+
+    key_dim: the dims of a key that are stored, where the others are those of its value times a weight
+    (kernels/attention/decode_keys_as_values.py). The first keys of an empty state may be whole all the same.
     """
 
     def __init__(
-        self, rows: int, max_length: int, num_kv_heads: int, head_dim: int, *, window: int | None = None,
-        kv_cache_dtype: str = "auto", dtype: torch.dtype, device: torch.device | str,
+        self, rows: int, max_length: int, num_kv_heads: int, head_dim: int, *, key_dim: int | None = None,
+        window: int | None = None, kv_cache_dtype: str = "auto", dtype: torch.dtype, device: torch.device | str,
     ):  # fmt: skip
         self.window, self._max_columns = window, cast(int, math.inf if window is None else window)
         self.is_fp8 = kv_cache_dtype == "fp8"
-        shape = (rows, min(max_length, self._max_columns), num_kv_heads, head_dim)
+        shape = (rows, min(max_length, self._max_columns), num_kv_heads)
         # In fp8 the bits are stored as integers, whose rows torch moves on every device.
-        stored = [(shape, torch.uint8 if self.is_fp8 else dtype), (shape[:3], fp8.SCALE_DTYPE)][: 1 + self.is_fp8]
-        buffers = [torch.empty(size, dtype=kind, device=device) for size, kind in stored for _ in "kv"]
+        stored, scales = torch.uint8 if self.is_fp8 else dtype, [()] * 2 * self.is_fp8
+        self._key_dims = key_dim or head_dim, head_dim
+        sizes = [((self._key_dims[0],), stored), ((head_dim,), stored), *((size, fp8.SCALE_DTYPE) for size in scales)]
+        buffers = [torch.empty((*shape, *size), dtype=kind, device=device) for size, kind in sizes]
         super().__init__(*buffers, num_compute_buffers=0 if self.is_fp8 else 2)
         self.counters = torch.empty(0)  # of decode_attention, once `reserve` was called
         self._first_stored = 0  # tokens before this position were not copied from smaller buffers
@@ -114,12 +120,19 @@ class KeyValues(State):
     def capacity(self) -> int:
         return self.buffers[0].shape[1]
 
+    @property
+    def key_dim(self) -> int:
+        return self.buffers[0].shape[3]
+
     def move(self, like: Tensor) -> None:
-        """Also gives it the number of heads of `like` [B, S, HK, D]: other tools' tensor parallelism splits them."""
-        heads = like.shape[2]
-        if self.buffers[0].shape[2] != heads:
+        """Also gives it the number of heads of `like`, keys [B, S, HK, D]: other tools' tensor parallelism splits them.
+        Of the two sizes that a key may have it gets theirs."""
+        keys, *others = self.buffers
+        of_keys = like.shape[2], like.shape[3] if like.shape[3] in self._key_dims else self.key_dim
+        if keys.shape[2:] != of_keys:
             with torch.inference_mode(False):
-                self.buffers = [x.new_empty(*x.shape[:2], heads, *x.shape[3:]) for x in self.buffers]
+                others = [x.new_empty(*x.shape[:2], like.shape[2], *x.shape[3:]) for x in others]
+                self.buffers = [keys.new_empty(*keys.shape[:2], *of_keys), *others]
         super().move(like)
 
     def append(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
@@ -144,13 +157,14 @@ class KeyValues(State):
 
     def attend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, token: NextToken, tables: tuple[Tensor, Tensor] | None, *,
-        window: int | None, softcap: float | None, scale: float | None,
+        window: int | None, softcap: float | None, scale: float | None, weight: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Rotates and stores one new token a row, and returns its attention [B, 1, HQ, D] to the tokens of its row.
 
         q [B, 1, HQ, D], which is overwritten, k, v [B, 1, HK, D]. tables: cos and sin; None rotates nothing. Positions
         are on the device. In a cache of one row the B tokens may follow each other: each sees those before. Without k
-        and v the token is stored already, and q is rotated: a later layer reads this state.
+        and v the token is stored already, and q is rotated: a later layer reads this state. weight [D]: makes keys of
+        values, where the state has `key_dim` dims of keys; there is neither a window nor a softcap then.
         """
         buffers = self.buffers
         if self.rows == 1:
@@ -162,6 +176,11 @@ class KeyValues(State):
         options: Any = dict(ring=self.window is not None, window=window, softcap=softcap, scale=scale, scales=scales)
         if k is None or v is None:
             return decode_attention(q, keys, values, token.starts, token.ends, counters=self.counters, **options)
+        if weight is not None:
+            return rope_decode_keys_as_values(
+                q, k, v, *cast(tuple[Tensor, Tensor], tables), keys, values, weight, token.starts, token.ends,
+                scale=scale, counters=self.counters,
+            )  # fmt: skip
         cos, sin = tables or (q.new_ones(1, 1, 1, dtype=torch.float32), q.new_zeros(1, 1, 1, dtype=torch.float32))
         return rope_decode_attention(
             q, k, v, cos, sin, keys, values, token.starts, token.ends, counters=self.counters, **options

@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 import ligermodels
 from ligermodels.arch.gemma4 import Gemma4Block, Gemma4Config
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.generation import graphs
+from ligermodels.generation import generate_many, graphs
 from tests.arch.suite import (
+    FIXTURES,
     GRADIENTS,
     LOGITS,
     Suite,
@@ -240,6 +241,108 @@ class TestBlocksWithoutKeys:
         assert torch.equal(found, expected)
         lengths = [19] if chunk is None else [8, 8, 3]
         assert tokens[: 6 * len(lengths)] == [n for length in lengths for n in [length] * KEYS + [1] * 3]
+
+
+class TestKeysMadeOfValues:
+    """With attention_k_eq_v a cache stores the values of a full block, and of its keys the dims that rotate."""
+
+    @pytest.fixture(params=["keys_as_values", "experts"])
+    def name(self, request):
+        return request.param
+
+    @pytest.fixture
+    def model(self, name, written):
+        return ligermodels.Gemma4.from_hub(written(TestGemma4.TINY[name]), progress=False)
+
+    @pytest.fixture
+    def ids(self):
+        return torch.randint(3, 90, (2, 19), generator=torch.Generator().manual_seed(1))
+
+    def test_bytes_of_a_released_model(self):
+        config = json.loads((FIXTURES / "gemma-4-31B.json").read_text())
+        decoder = ligermodels.Gemma4.from_config(config, device="meta", dtype=torch.bfloat16).decoder
+        tokens, window = 32768, 1024
+        windows = 50 * window * 16 * 2 * 256 * 2
+        for kind, full in (("auto", 4 * (512 + 128) * 2), ("fp8", 4 * 2 * (512 + 2))):
+            states = decoder._new_states(1, tokens, "meta", kind)
+            found = sum(x.nbytes for state in states if state.window is None for x in state.buffers)
+            assert found == 10 * tokens * full
+            if kind == "auto":
+                assert sum(x.nbytes for state in states for x in state.buffers) - found == windows
+
+    def test_parts_of_a_text_and_a_step_on_the_device(self, name, model, written, ids, monkeypatch):
+        """Also where rows are padded on the left, come and go, or are drafts; the keys that are stored are 6 of 12."""
+        hf = theirs(written(TestGemma4.TINY[name]))
+        expected, cache, past = theirs_logits(hf, ids), model.new_cache(2, 4), 0
+        for length in (3, 9, 1, 1, 5):
+            found = model(ids[:, past : past + length], past_key_values=cache).logits
+            assert relative(found, expected[:, past : past + length]) < LOGITS
+            past += length
+        assert [state.key_dim for state in cache] == [8, 6] and cache[1].buffers[1].shape[3] == 12
+        options = dict(max_new_tokens=24, eos_token_id=[])
+        mask = torch.tensor([[0] * 4 + [1] * 15, [1] * 19])
+        for given in ({}, dict(attention_mask=mask)):
+            wanted = hf.generate(ids, do_sample=False, **given, **options)
+            for devices in ({"cuda"}, {"cpu", "cuda"}):  # one step after the other, and that of a graph
+                monkeypatch.setattr(graphs, "DEVICES", devices)
+                assert torch.equal(model.generate(ids, **given, **options), wanted)
+        rows = [ids[0, 4:], ids[1], ids[1, :7]]
+        for found, row in zip(generate_many(model, rows, batch_size=2, **options), rows, strict=True):
+            assert torch.equal(found, hf.generate(row[None], do_sample=False, **options)[0, len(row) :])
+        drafted = model.generate(ids[:1], prompt_lookup_num_tokens=3, **options)
+        assert torch.equal(drafted, hf.generate(ids[:1], do_sample=False, **options))
+
+    def test_gradients_after_cached_tokens(self, model, ids):
+        """As where keys are stored whole: those of the new tokens alone."""
+        found = []
+        for rotating in (6, None):
+            model.decoder.layers[1].self_attn.rotating = rotating
+            model.zero_grad()
+            with torch.no_grad():
+                cache = model(ids[:, :8], use_cache=True).past_key_values
+            assert cache[1].key_dim == (rotating or 12)
+            model(ids[:, 8:], past_key_values=cache).logits.square().mean().backward()
+            found.append([x.grad for x in model.parameters() if x.grad is not None])
+        assert len(found[0]) == len(found[1])
+        for grad, expected in zip(*found, strict=True):
+            assert relative(grad, expected) < GRADIENTS
+
+    @pytest.mark.parametrize("norm", ["k_norm", "v_norm"])
+    def test_keys_are_whole_where_a_hook_changes_them(self, model, ids, norm):
+        attention = model.decoder.layers[1].self_attn
+        hook = attention.get_submodule(norm).register_forward_hook(lambda module, args, out: out * 1.5)
+        expected, cache = model(ids, use_cache=False).logits, model.new_cache(2, 19)
+        for part in (slice(0, 8), slice(8, 9), slice(9, 19)):
+            assert relative(model(ids[:, part], past_key_values=cache).logits, expected[:, part]) < LOGITS
+        assert cache[1].key_dim == 12
+        hook.remove()
+        cache.reset()
+        model(ids[:, :8], past_key_values=cache)
+        assert cache[1].key_dim == 6
+        attention.get_submodule(norm).register_forward_hook(lambda *given: None)
+        with pytest.raises(InputError, match=r"since then k_norm or v_norm got a hook.*call cache.reset"):
+            model(ids[:, 8:], past_key_values=cache)
+
+    def test_other_caches_have_whole_keys(self, model, ids):
+        expected = model(ids, use_cache=False).logits
+        theirs, fp8 = transformers.DynamicCache(), model.new_cache(2, 19, kv_cache_dtype="fp8")
+        for part in (slice(0, 8), slice(8, 19)):
+            found = model(ids[:, part], past_key_values=theirs).logits
+            assert relative(found, expected[:, part]) < LOGITS
+            with torch.no_grad():
+                model(ids[:, part], past_key_values=fp8)
+        assert theirs.layers[1].keys.shape[-1] == fp8[1].key_dim == 12
+
+    def test_a_rope_without_other_dims_or_of_another_kind_keeps_whole_keys(self):
+        for changes in (
+            dict(partial_rotary_factor=1.0),
+            dict(rope_type="default", partial_rotary_factor=0.5),
+            dict(partial_rotary_factor=0.05),
+        ):
+            ropes = {**ROPES, FULL: {**ROPES[FULL], **changes}}
+            config = {**TestGemma4.TINY["keys_as_values"], "rope_parameters": ropes}
+            model = ligermodels.Gemma4.from_config(config, device="cpu", dtype=torch.float32)
+            assert model.new_cache(1, 4)[1].key_dim == 12, changes
 
 
 def test_experts_of_its_router_are_neither_taken_nor_recorded():

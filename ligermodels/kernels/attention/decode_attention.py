@@ -49,12 +49,12 @@ from ligermodels.kernels.attention.rope import check_tables, check_token, rope_t
 from ligermodels.kernels.linear.fp8 import DTYPE, are_scales, dequantize_heads, to_fp32, unpack_pairs
 
 _HALF = torch.bfloat16, torch.float16
-_MAX_SPLITS = 256
+MAX_SPLITS = 256
 _SUM_ELEMENTS = 8192
 """Elements of shares that are loaded at a time to be summed."""
 MAX_BY_LAST = 16
 """Maximum number of shares that the last program of a row sums; a second kernel sums more."""
-_STAGES = tl.constexpr(3)
+STAGES = tl.constexpr(3)
 _DIMS = 32
 """Dims of a head per program of the second kernel."""
 
@@ -143,7 +143,7 @@ def _weighted_values(p, v, v_scales, dtype: tl.constexpr, PAIRS: tl.constexpr, P
 
 
 @triton.jit
-def _shares(starts_ptr, ends_ptr, b, window, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+def shares(starts_ptr, ends_ptr, b, window, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Row b: (first position, one past the last, positions per share, number of shares)."""
     first = tl.load(starts_ptr + b)
     end = tl.load(ends_ptr + b)
@@ -215,7 +215,7 @@ def _kernel(
     BLOCK_G: tl.constexpr = 16 if GROUP_2 < 16 else GROUP_2  # tl.dot takes no fewer rows
     FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
     b, kv_head, split = tl.program_id(0) // HK, tl.program_id(0) % HK, tl.program_id(1)
-    first, end, share, used = _shares(starts_ptr, ends_ptr, b, window, SPLITS, BLOCK_N)
+    first, end, share, used = shares(starts_ptr, ends_ptr, b, window, SPLITS, BLOCK_N)
     if split >= used:
         return
     begin = first + split * share
@@ -254,7 +254,7 @@ def _kernel(
         v_scales_ptr += b * scales_b + kv_head
         positions = begin + tl.arange(0, BLOCK_N)
         next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions, end, scales_s, capacity)
-    for n in tl.range(begin, end, BLOCK_N, num_stages=_STAGES):
+    for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         positions = n + tl.arange(0, BLOCK_N)
         rows = _columns(positions, capacity)[:, None] * cache_s
         inside = (positions < end)[:, None] & (columns < D // PARTS)[None, :]
@@ -289,13 +289,13 @@ def _kernel(
         o_ptr += (head + members)[:, None] * D + dims[None, :]
         tl.store(o_ptr, (acc / total[:, None]).to(dtype), mask=(members < GROUP)[:, None] & (dims < D)[None, :])
     else:
-        _store_share(part_ptr, stats_ptr, head, split, acc, total, highest, GROUP, D)
+        store_share(part_ptr, stats_ptr, head, split, acc, total, highest, GROUP, D)
         if used <= BY_LAST:
-            _sum_by_last(o_ptr, part_ptr, stats_ptr, count_ptr, head, used, FACTOR, GROUP, D, GROUP_2, BLOCK_D, CHUNK)
+            sum_by_last(o_ptr, part_ptr, stats_ptr, count_ptr, head, used, FACTOR, GROUP, D, GROUP_2, BLOCK_D, CHUNK)
 
 
 @triton.jit
-def _store_share(part_ptr, stats_ptr, head, split, acc, total, highest, GROUP: tl.constexpr, D: tl.constexpr):
+def store_share(part_ptr, stats_ptr, head, split, acc, total, highest, GROUP: tl.constexpr, D: tl.constexpr):
     """Writes the sums of one share, relative to its highest score."""
     members, dims = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     slot = (head + members) * tl.num_programs(1) + split
@@ -306,7 +306,7 @@ def _store_share(part_ptr, stats_ptr, head, split, acc, total, highest, GROUP: t
 
 
 @triton.jit
-def _sum_by_last(
+def sum_by_last(
     o_ptr, part_ptr, stats_ptr, count_ptr, head, used, FACTOR: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     GROUP_2: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -335,7 +335,7 @@ def _many_kernel(
     wait_for_previous(OVERLAP)
     FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
     b = tl.program_id(0) // HQ
-    _, _, _, used = _shares(starts_ptr, ends_ptr, b, window, SPLITS, BLOCK_N)
+    _, _, _, used = shares(starts_ptr, ends_ptr, b, window, SPLITS, BLOCK_N)
     if used <= BY_LAST:
         return
     head, first_dim = tl.program_id(0).to(tl.int64), tl.program_id(1) * DIMS
@@ -404,7 +404,7 @@ def rope_decode_attention(
     """
     name, new = "rope_decode_attention", None
     rows_see_each_other = len(q) > 1 and keys.stride(0) == 0
-    separate = scales is not None or rows_see_each_other or _is_large(q) or q.dtype not in _HALF
+    separate = scales is not None or rows_see_each_other or is_large(q) or q.dtype not in _HALF
     separate = separate or keys.stride() != values.stride()  # which the kernel takes for equal, as all caches have them
     if separate or not use_triton(q):
         q = rope_to_cache(q, k, v, cos, sin, keys, values, ends, ring=ring, scales=scales)
@@ -416,7 +416,7 @@ def rope_decode_attention(
     return _attention(q, keys, values, starts, ends, new, ring, window, softcap, scale, counters, scales)
 
 
-def _is_large(q: Tensor) -> bool:
+def is_large(q: Tensor) -> bool:
     """True if the kernel does not take heads of this size: three tiles of keys and of values are in shared memory."""
     return q.shape[-1] * q.element_size() > 1024
 
@@ -448,7 +448,7 @@ def _attention(
         )
     rows, _, num_heads, size = of_q
     capacity, num_kv_heads = of_k[1:3]
-    if not use_triton(q) or q.dtype == torch.float64 or _is_large(q) or (scales is not None and size % 2):
+    if not use_triton(q) or q.dtype == torch.float64 or is_large(q) or (scales is not None and size % 2):
         return decode_attention_reference(
             q, keys, values, starts, ends, ring=ring, window=window, softcap=softcap, scale=scale, scales=scales
         )
@@ -458,16 +458,11 @@ def _attention(
     block_n = max(16, min(128, 16384 // (block_d * q.element_size())))  # 16 KiB a tile
     sms, groups = num_sms(q.device.index), rows * num_kv_heads
     # fp8 tiles are smaller: a multiprocessor runs four programs at a time, and all shares fit in one wave.
-    splits = operator.index(min(_MAX_SPLITS, cdiv(2 * sms, groups) if scales is None else max(1, 4 * sms // groups)))
+    splits = operator.index(min(MAX_SPLITS, cdiv(2 * sms, groups) if scales is None else max(1, 4 * sms // groups)))
     parts = min(splits, cdiv(capacity, block_n))  # more than that would have no key
     group_2, of_scores = next_power_of_2(num_heads // num_kv_heads), size**-0.5 if scale is None else scale
     out = torch.empty(of_q, dtype=q.dtype, device=q.device)
-    shares = stats = out
-    if splits > 1:
-        shares = torch.empty(rows, num_heads, parts, size, dtype=torch.float32, device=q.device)
-        stats = torch.empty(rows, num_heads, parts, 2, dtype=torch.float32, device=q.device)
-        if counters is None:
-            counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=q.device)
+    part, stats, counters = memory_of_shares(out, splits, parts, num_kv_heads, counters)
     if scales is not None and q.dtype != torch.float32:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
     overlap, half, of_new = overlaps_launches(q), None, (0,) * 2
@@ -477,19 +472,50 @@ def _attention(
         of_new = k.stride(0), 0 if len(cos) == 1 else cos.stride(0)
     launch(
         _kernel, (rows * num_kv_heads, parts if splits > 1 else 1),
-        out, shares, stats, ends if counters is None else counters, q, keys, values, *(scales or (None, None)),
+        out, part, stats, ends if counters is None else counters, q, keys, values, *(scales or (None, None)),
         *(new or (None,) * 4), starts, ends, window, capacity if ring else None,
         q.stride(0), q.stride(2), *keys.stride()[:3], *(scales[0].stride()[:2] if scales else (0, 0)), *of_new,
         of_scores, softcap, splits, MAX_BY_LAST, num_heads, num_kv_heads, size,
-        group_2, block_d, block_n, max(1, min(_SUM_ELEMENTS // (group_2 * block_d), next_power_of_2(splits))),
+        group_2, block_d, block_n, shares_at_a_time(group_2 * block_d, splits),
         half, has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 or size > 256 else 2, **overlapping(overlap),
     )  # fmt: skip
-    if splits > 1 and parts > MAX_BY_LAST:  # a row may have more
-        launch(
-            _many_kernel, (rows * num_heads, cdiv(size, _DIMS)),
-            out, shares, stats, starts, ends, window, parts,
-            of_scores, softcap, splits, MAX_BY_LAST,
-            num_heads, size, _DIMS, block_n, max(1, min(_SUM_ELEMENTS // _DIMS, next_power_of_2(splits))),
-            overlap, num_warps=4, **overlapping(overlap),
-        )  # fmt: skip
+    if splits > 1:
+        sum_many_shares(out, part, stats, starts, ends, window, of_scores, softcap, splits, block_n)
     return out
+
+
+def memory_of_shares(
+    out: Tensor, splits: int, parts: int, num_kv_heads: int, counters: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(part, stats, counters) of the kernels: the sums of the shares of `out` [B, 1, HQ, D], and what counts them."""
+    if splits == 1:
+        return out, out, counters
+    rows, _, num_heads, size = out.shape
+    part = torch.empty(rows, num_heads, parts, size, dtype=torch.float32, device=out.device)
+    stats = torch.empty(rows, num_heads, parts, 2, dtype=torch.float32, device=out.device)
+    if counters is None:
+        counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=out.device)
+    return part, stats, counters
+
+
+def shares_at_a_time(elements: int, splits: int) -> int:
+    """The number of shares that are loaded together to be summed; elements: of one."""
+    return max(1, min(_SUM_ELEMENTS // elements, next_power_of_2(splits)))
+
+
+def sum_many_shares(
+    out: Tensor, part: Tensor, stats: Tensor, starts: Tensor, ends: Tensor, window: int | None, scale: float,
+    softcap: float | None, splits: int, block_n: int,
+) -> None:  # fmt: skip
+    """Sums into `out` the rows with more shares than the last program of a row takes; launches nothing where no row
+    can have as many."""
+    (rows, _, num_heads, size), parts, overlap = out.shape, part.shape[2], overlaps_launches(out)
+    if parts <= MAX_BY_LAST:
+        return
+    launch(
+        _many_kernel, (rows * num_heads, cdiv(size, _DIMS)),
+        out, part, stats, starts, ends, window, parts,
+        scale, softcap, splits, MAX_BY_LAST,
+        num_heads, size, _DIMS, block_n, shares_at_a_time(_DIMS, splits),
+        overlap, num_warps=4, **overlapping(overlap),
+    )  # fmt: skip
