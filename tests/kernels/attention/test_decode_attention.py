@@ -100,7 +100,7 @@ def test_as_exact_as_eager(device, poison, monkeypatch, case, heads, fp8):
         found, eager, exact = (torch.stack(one) for one in zip(*draws, strict=True))
         # In fp32 the scales of keys and of values round once more each: 2 ulp. Heads too large for the kernel are
         # torch's sums on either side.
-        terms = size if module._is_large(q) else 96 if fp8 else 1
+        terms = size if module.is_large(q) else 96 if fp8 else 1
         assert_as_exact(found, eager, exact, f"{dtype} {size}", shared=size, terms=terms)
 
 
