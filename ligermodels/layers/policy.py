@@ -1,7 +1,7 @@
 """Policy gradient losses over sampled completions, as functions of log probabilities.
 
     r = exp(logp - old_logp)                        A: advantage of the sequence, or of each token
-    clipped = -min(r A, clip(r, 1 - low, 1 + high) A)
+    clipped = -min(min(r, delta) A, clip(r, 1 - low, 1 + high) A)
 
 | kind | loss per token | reduction | source |
 |---|---|---|---|
@@ -11,12 +11,20 @@
 | dapo | clipped | the mean over all tokens of the step | arXiv:2503.14476 |
 | cispo | -sg(min(r, high)) A logp | as dapo | arXiv:2506.13585 |
 | gspo | clipped, r = exp(mean of the sequence's log ratios) | as grpo | arXiv:2507.18071 |
+| sapo | -(4 / t) sigmoid(t (r - 1)) A, t: by the sign of A | as grpo | arXiv:2511.20347 |
+| luspo | as gspo | the sum over the tokens of a sequence, then the mean over sequences | arXiv:2602.05261 |
+| vespo | -sg(w^k exp(l (1 - w))) A logp, w: product of its r; k, l: by the sign of A | as dapo | arXiv:2602.10693 |
+
+delta, or None, bounds what a negative A takes from a large r, where the clip alone has no bound: the two-sided clip of
+INTELLECT-2, arXiv:2505.07291. It should be more than 1 + high.
 
 logp, old_logp, ref_logp [B, T] and mask [B, T] (bool) belong to B completions, padded anywhere; advantages are [B] or
 [B, T]. Values where the mask is False are ignored. Results have the dtype of logp.
-Checked against trl/trainer/grpo_trainer.py of TRL 1.16: its loss_type, and for gspo importance_sampling_level.
+Checked against trl/trainer/grpo_trainer.py of TRL 1.16: its loss_type, and for gspo and luspo
+importance_sampling_level="sequence".
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,7 +33,11 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels.loss.linear_logprobs import LogprobsOutput, linear_logprobs
 
-LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo")
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "luspo", "vespo")
+SOFT = ("sapo", "vespo")
+"""Losses that weigh a token smoothly by its ratio, without a clip."""
+OF_SEQUENCES = ("gspo", "luspo")
+"""Losses whose ratio is one number per sequence."""
 SCALES = ("group", "batch", "none")
 _EPSILON = 1e-4
 
@@ -53,29 +65,74 @@ def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
 
 def ratios(kind: str, logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
-    """The probability ratios r [B, T]; for gspo [B, 1]."""
+    """The probability ratios r [B, T], 1 where the mask is False; for gspo and luspo [B, 1]."""
     if kind not in LOSSES:
         raise InputError(f"loss={kind!r} is not supported; supported: {', '.join(LOSSES)}")
     log_ratio = torch.where(mask, logp - old_logp, 0)
-    if kind == "gspo":
+    if kind in OF_SEQUENCES:
         log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return log_ratio.exp()
 
 
-def token_losses(kind: str, logp: Tensor, ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Tensor:
-    """The losses [B, T]; for gspo [B, 1]. ratio: from `ratios`. low, high: the bounds of the clip; cispo has no low."""
-    advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+def token_losses(
+    kind: str, logp: Tensor, ratio: Tensor, advantages: Tensor, *, low: float, high: float, delta: float | None = None,
+    temperatures: tuple[float, float] = (1.0, 1.05),
+    gammas: tuple[tuple[float, float], tuple[float, float]] = ((2.0, 3.0), (3.0, 2.0)),
+) -> Tensor:  # fmt: skip
+    """The losses [B, T]; for gspo and luspo [B, 1]. ratio: from `ratios`.
+
+    low, high, delta: the bounds of the clip; cispo has only high, sapo and vespo have none. temperatures: t of sapo for
+    advantages above 0, and for others. gammas: (k, l) of vespo for advantages of 0 or more, and for those below.
+    """
+    advantages = _per_token(advantages)
     if kind == "cispo":
         return -ratio.clamp(max=high).detach() * advantages * logp
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if kind == "sapo":
+        t = _where(advantages > 0, *temperatures, advantages)
+        return -torch.sigmoid(t * (ratio - 1)) * (4 / t) * advantages
+    if kind == "vespo":
+        return -gamma_weights(ratio, advantages, gammas) * advantages * logp
+    clipped = ratio.clamp(1 - low, 1 + high) * advantages
+    return -torch.minimum(ratio.clamp(max=delta) * advantages if delta else ratio * advantages, clipped)
 
 
-def is_clipped(kind: str, ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Tensor:
-    """bool: where the clip stops the gradient (in cispo: bounds its weight)."""
-    advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+def gamma_weights(ratio: Tensor, advantages: Tensor, gammas: tuple[tuple[float, float], tuple[float, float]]) -> Tensor:
+    """The weights w^k exp(l (1 - w)) of vespo, [B, 1] for advantages [B]; 1 at w = 1. Without gradients.
+
+    Logarithms are bounded as in TRL: those of the ratios [B, T] by 20, that of their product w by log 1e-8 and 20.
+    """
+    advantages = _per_token(advantages)
+    (k_pos, scale_pos), (k_neg, scale_neg) = gammas
+    k = _where(advantages >= 0, k_pos, k_neg, advantages)
+    scale = _where(advantages >= 0, max(scale_pos, 1e-4), max(scale_neg, 1e-4), advantages)
+    log_w = ratio.detach().log().clamp(-20, 20).sum(1, keepdim=True).clamp(math.log(1e-8), 20)
+    return (scale + k * log_w - scale * log_w.exp()).exp()
+
+
+def is_clipped(
+    kind: str, ratio: Tensor, advantages: Tensor, *, low: float, high: float, delta: float | None = None
+) -> Tensor:
+    """bool: where the clip stops the gradient (in cispo: bounds its weight). Not for sapo and vespo.
+
+    TRL's clip_ratio is the same without a delta; it does not count where delta stops a gradient.
+    """
+    advantages = _per_token(advantages)
     if kind == "cispo":
         return (ratio > high) & (advantages > 0)
-    return ((ratio < 1 - low) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
+    highest, lowest = 1 + high, ratio < 1 - low
+    if delta:
+        highest, lowest = min(1 + high, delta), lowest | (ratio > max(1 + high, delta))
+    return (lowest & (advantages < 0)) | ((ratio > highest) & (advantages > 0))
+
+
+def _where(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
+    """torch.where of two numbers, in the dtype of `like`, without a copy from the host."""
+    return torch.where(condition, like.new_full((), one), like.new_full((), other))
+
+
+def _per_token(advantages: Tensor) -> Tensor:
+    """Advantages [B] or [B, T] as [B, 1] or [B, T]."""
+    return advantages if advantages.dim() == 2 else advantages[:, None]
 
 
 def kl_losses(logp: Tensor, ref_logp: Tensor, ratio: Tensor) -> Tensor:
@@ -90,12 +147,14 @@ def kl_losses(logp: Tensor, ref_logp: Tensor, ratio: Tensor) -> Tensor:
 def reduce_losses(kind: str, losses: Tensor, mask: Tensor, counts: Counts, max_completion_length: int) -> Tensor:
     """The part of one forward in the loss of a step. max_completion_length: for dr_grpo."""
     losses = torch.where(mask, losses, 0)
-    if kind in ("grpo", "gspo"):
+    if kind in ("grpo", "gspo", "sapo"):
         return (losses.sum(1) / mask.sum(1).clamp(min=1)).sum() / counts.sequences
     if kind == "bnpo":
         return losses.sum() / mask.sum().clamp(min=1) / counts.forwards
     if kind == "dr_grpo":
         return losses.sum() / (counts.sequences * max_completion_length)
+    if kind == "luspo":
+        return losses.sum() / counts.sequences
     return losses.sum() / counts.tokens
 
 

@@ -159,14 +159,18 @@ def policy_loss(
         # In the first step of a rollout, the model that sampled is the model that is trained.
         old_logp = batch.setdefault("old_logprobs", logp.detach())
         ratio = policy.ratios(options.loss_type, logp, old_logp, mask)
-        losses = policy.token_losses(options.loss_type, logp, ratio, advantages, **options.clip)
+        losses = policy.token_losses(options.loss_type, logp, ratio, advantages, **options.clip, **options.weights)
         tokens = mask.sum()
         if ref_logp is not None:
             kl = policy.kl_losses(logp, ref_logp, ratio)
             losses = losses + options.beta * kl
             metrics["kl"] = torch.where(mask, kl.detach(), 0).sum(), tokens
-        is_clipped = policy.is_clipped(options.loss_type, ratio.detach(), advantages, **options.clip) & mask
-        metrics["clipped"] = is_clipped.sum(), tokens
+        if options.loss_type not in policy.SOFT:
+            is_clipped = policy.is_clipped(options.loss_type, ratio.detach(), advantages, **options.clip) & mask
+            metrics["clipped"] = is_clipped.sum(), tokens
+        elif options.loss_type == "vespo":
+            weights = policy.gamma_weights(ratio, advantages, options.weights["gammas"])
+            metrics["vespo_weight"] = torch.where(mask, weights, 0).sum(), tokens
         metrics["entropy"] = torch.where(mask, entropy.detach(), 0).sum(), tokens
         return policy.reduce_losses(options.loss_type, losses, mask, counts, options.max_completion_length)
 

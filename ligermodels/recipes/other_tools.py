@@ -42,7 +42,7 @@ ROWS = {
     "min_lr_rate, cosine_min_lr_ratio": "`--final-lr`: a fraction of the peak",
     "neftune, noisy_embedding_alpha": "`--neftune-noise-alpha` of sft",
     "rpo_alpha, cpo_alpha": "`--sft-weight` of dpo, cpo and simpo",
-    "importance_sampling_level": '`--loss-type gspo` of grpo is "sequence"',
+    "importance_sampling_level": '`--loss-type gspo` and `luspo` of grpo are "sequence"',
     "lmbda": "`--on-policy` of distill is lmbda 1",
     "use_vllm": "there is none: grpo samples with the model that it trains",
     "use_liger_kernel, attn_implementation, flash_attention, torch_compile": _FUSED,

@@ -4,16 +4,24 @@ Nothing here imports torch, so that --help and mistyped flags are quick.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from ligermodels.errors import InputError
-from ligermodels.recipes.options import TextOptions, TrainOptions, free_option, option
+from ligermodels.recipes.options import TextOptions, TrainOptions, fields_of, flag, free_option, option, shown
 
 # The choices are those of layers/preference.py and layers/policy.py, which a test compares.
 DPO_TYPES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
              "apo_zero", "apo_down", "discopop")  # fmt: skip
 """Loss types of DPO that are a mean over pairs; the others sort a batch, and would depend on how it is packed."""
 KTO_TYPES = ("kto", "apo_zero_unpaired")
-POLICY_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo")
+POLICY_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "luspo", "vespo")
+_CLIPS = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo")
+_READ_BY = {
+    **dict.fromkeys(("epsilon", "epsilon_high"), (*_CLIPS, "cispo")), "delta": _CLIPS,
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("sapo",)),
+    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("vespo",)),
+}  # fmt: skip
+"""The policy losses that read an option, for options that not all of them read."""
 REWARD_SCALES = ("group", "batch", "none")
 
 
@@ -202,10 +210,24 @@ class GRPOOptions(RolloutOptions):
     loss_type: str = option("dapo", "as TRL's; dapo: the mean over all tokens of a step", choices=POLICY_LOSSES)
     beta: float = option(
         0.0, "weight of the KL divergence to the model as it was, which is added to the loss", least=0)
-    epsilon: float | None = option(None, "lower clip: ratios below 1 - epsilon (0.2; gspo 3e-4)", least=0)
+    epsilon: float | None = option(
+        None, "lower clip: ratios below 1 - epsilon (0.2; gspo 3e-4, luspo 2e-3)", least=0)
     epsilon_high: float | None = option(
-        None, "upper clip: ratios above 1 + epsilon_high (--epsilon; without it 0.2, dapo 0.28, gspo 4e-4); cispo: "
-        "above epsilon_high (5)", least=0)
+        None, "upper clip: ratios above 1 + epsilon_high (--epsilon; without it 0.2, dapo 0.28, gspo 4e-4, luspo "
+        "2.5e-3); cispo: above epsilon_high (5)", least=0)
+    delta: float | None = option(
+        None, "a bound of ratios where advantages are negative, such as 4, above 1 + epsilon_high (two-sided clipping)",
+        above=1)
+    sapo_temperature_pos: float = option(
+        1.0, "sapo: how quickly a token's weight falls with its ratio's distance from 1, for advantages above 0",
+        above=0)
+    sapo_temperature_neg: float = option(1.05, "sapo: the same for other advantages", above=0)
+    vespo_k_pos: float = option(
+        2.0, "vespo: sequences are weighted by w^k exp(lambda (1 - w)), where w is their ratio; for advantages of 0 or "
+        "more", least=0)
+    vespo_lambda_pos: float = option(3.0, "vespo: lambda of these", least=0)
+    vespo_k_neg: float = option(3.0, "vespo: k for negative advantages", least=0)
+    vespo_lambda_neg: float = option(2.0, "vespo: lambda for negative advantages", least=0)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -214,14 +236,35 @@ class GRPOOptions(RolloutOptions):
             raise InputError(
                 f"reward_weights: there are {len(self.reward_weights)} for {len(self.reward_funcs)} rewards"
             )
+        fields = fields_of(self)
+        for name, kinds in _READ_BY.items():
+            if getattr(self, name) != fields[name].default and self.loss_type not in kinds:
+                raise InputError(
+                    f"{name}={shown(getattr(self, name))}: the loss {self.loss_type} does not read it; leave "
+                    f"{flag(name)} out, or give --loss-type {' or '.join(kinds)}"
+                )
+        if self.delta is not None and self.delta <= 1 + self.clip["high"]:
+            raise InputError(
+                f"delta={self.delta:g} must be more than 1 + epsilon_high={1 + self.clip['high']:g}, which bounds "
+                "ratios for positive advantages; raise --delta, such as to 4"
+            )
 
     @property
     def compares(self) -> bool:  # type: ignore[override]
         return self.beta > 0
 
     @property
-    def clip(self) -> dict[str, float]:
+    def clip(self) -> dict[str, Any]:
         """The bounds of ratios, for layers.policy."""
-        low = {"gspo": 3e-4}.get(self.loss_type, 0.2) if self.epsilon is None else self.epsilon
-        high = {"gspo": 4e-4, "dapo": 0.28, "cispo": 5.0}.get(self.loss_type, 0.2)
-        return dict(low=low, high=next(x for x in (self.epsilon_high, self.epsilon, high) if x is not None))
+        low = {"gspo": 3e-4, "luspo": 2e-3}.get(self.loss_type, 0.2) if self.epsilon is None else self.epsilon
+        high = {"gspo": 4e-4, "luspo": 2.5e-3, "dapo": 0.28, "cispo": 5.0}.get(self.loss_type, 0.2)
+        high = next(x for x in (self.epsilon_high, self.epsilon, high) if x is not None)
+        return dict(low=low, high=high, delta=self.delta)
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The numbers of the losses without a clip, for `token_losses` of layers.policy."""
+        return dict(
+            temperatures=(self.sapo_temperature_pos, self.sapo_temperature_neg),
+            gammas=((self.vespo_k_pos, self.vespo_lambda_pos), (self.vespo_k_neg, self.vespo_lambda_neg)),
+        )

@@ -54,7 +54,7 @@ def plain(model, reference, completions, o, shifts):
         old[at] = logp[at].detach() + shift
     ratio = policy.ratios(o.loss_type, logp, old, mask)
     advantages = torch.tensor([one.advantage for one in completions])
-    each = policy.token_losses(o.loss_type, logp, ratio, advantages, **o.clip)
+    each = policy.token_losses(o.loss_type, logp, ratio, advantages, **o.clip, **o.weights)
     each = each + o.beta * policy.kl_losses(logp, ref, ratio)
     counts = policy.Counts(mask.sum(), torch.tensor(len(completions)), torch.tensor(1.0))
     return policy.reduce_losses(o.loss_type, each, mask, counts, o.max_completion_length)
@@ -75,8 +75,10 @@ def grpo_of(options, tokenizer, reward=len):
 @pytest.mark.parametrize("loss", policy.LOSSES)
 def test_loss_and_gradients_are_those_of_the_formula(byte_level, loss, family):
     """Off-policy, so that ratios are clipped; with a softcap and a temperature; truncated completions left out."""
-    how = dict(beta=0.3, temperature=0.8, epsilon=0.1, epsilon_high=1.05 if loss == "cispo" else 0.15)
-    options = options_of(loss_type=loss, mask_truncated_completions=True, **how)
+    how = {"sapo": dict(sapo_temperature_neg=2.0), "vespo": dict(vespo_k_pos=1.5)}.get(
+        loss, dict(epsilon=0.1, epsilon_high=1.05 if loss == "cispo" else 0.15)
+    )
+    options = options_of(loss_type=loss, mask_truncated_completions=True, beta=0.3, temperature=0.8, **how)
     model, reference = losses.model(family), losses.model(family, seed=1)
     completions = rewarded((3, 5, False), (1, 1, False), (6, 9, True), (2, 7, False))
     of = grpo_of(options, byte_level)
@@ -91,7 +93,9 @@ def test_loss_and_gradients_are_those_of_the_formula(byte_level, loss, family):
         old[n, : len(shift)] += shift
     found, sums = of.loss(model, {**batch, "old_logprobs": old}, of.count(batch))
     losses.check(model, found, expected)
-    assert sums["clipped"][0] > 0 and sums["clipped"][1] == 13
+    weighed = {"sapo": None, "vespo": "vespo_weight"}.get(loss, "clipped")
+    assert {"clipped", "vespo_weight"} & sums.keys() == ({weighed} if weighed else set())
+    assert weighed is None or (sums[weighed][0] > 0 and sums[weighed][1] == 13)
     logged = of.metrics_of(completions)
     assert logged["truncated"] == (1, 4) and logged["completion_length"] == (22, 4)
 
@@ -337,9 +341,11 @@ def test_two_processes_sample_together(home, tmp_path, capfd):
 
 def test_defaults_of_each_loss():
     found = {loss: options_of(loss_type=loss) for loss in policy.LOSSES}
-    assert [tuple(o.clip.values()) for o in found.values()] == [
-        (0.2, 0.2), (0.2, 0.2), (0.2, 0.2), (0.2, 0.28), (3e-4, 4e-4), (0.2, 5.0),
-    ]  # fmt: skip
+    clips = {loss: (o.clip["low"], o.clip["high"]) for loss, o in found.items() if loss not in policy.SOFT}
+    assert clips == {
+        "grpo": (0.2, 0.2), "bnpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4),
+        "cispo": (0.2, 5.0), "luspo": (2e-3, 2.5e-3),
+    }  # fmt: skip
     alone = options_of(epsilon=0.1)  # as in TRL, epsilon is also the default of epsilon_high
-    assert (*alone.clip.values(), options_of(epsilon=0.1, epsilon_high=0.3).clip["high"]) == (0.1, 0.1, 0.3)
+    assert (*alone.clip.values(), options_of(epsilon=0.1, epsilon_high=0.3).clip["high"]) == (0.1, 0.1, None, 0.3)
     assert options_of(accumulation=8).accumulation == 8 and options_of(prompts=4).accumulation == 4

@@ -122,6 +122,11 @@ REFUSED = [  # recipe, a file of options, what is said: each kind of value and r
     ("distill", "on_policy: true\naccumulation: 3", "a step that samples has prompts; give --prompts"),
     ("grpo", "reward_funcs: []", "reward_funcs is missing: give --reward-funcs"),
     ("grpo", "reward_weights: [1.0, 2.0]", "there are 2 for 1 rewards"),
+    ("grpo", "delta: 1.2", r"delta=1.2 must be more than 1 \+ epsilon_high=1.28"),
+    ("grpo", "loss_type: cispo\ndelta: 4", "delta=4: the loss cispo does not read it; leave --delta out, or .* luspo$"),
+    ("grpo", "loss_type: sapo\nepsilon: 0.1", "epsilon=0.1: the loss sapo does not read it"),
+    ("grpo", "sapo_temperature_neg: 2", "does not read it; leave --sapo-temperature-neg out, or give --loss-type sapo"),
+    ("grpo", "loss_type: vespo\nvespo_k_pos: -1", "vespo_k_pos=-1: expected 0 or more"),
 ]  # fmt: skip
 
 
@@ -228,7 +233,8 @@ OWN = {
     "distill": ("beta hard_weight max_completion_length on_policy prompts rollout_rows teacher temperature"),
     "medusa": ("head_decay head_layers heads"),
     "grpo": (
-        "beta epsilon epsilon_high loss_type mask_truncated_completions max_completion_length num_generations "
-        "num_iterations prompts reward_funcs reward_weights rollout_rows router_replay scale_rewards temperature"
+        "beta delta epsilon epsilon_high loss_type mask_truncated_completions max_completion_length num_generations "
+        "num_iterations prompts reward_funcs reward_weights rollout_rows router_replay sapo_temperature_neg "
+        "sapo_temperature_pos scale_rewards temperature vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos"
     ),
 }

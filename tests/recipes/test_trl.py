@@ -169,6 +169,8 @@ NAMES = {
 }  # fmt: skip
 CLIPPED = {"clipped": "clip_ratio/region_mean"}
 MASKED = {"mask_truncated_completions": True}
+SAPO, VESPO = {"sapo_temperature_pos": 2.0}, {"vespo_k_neg": 2.0, "vespo_lambda_pos": 4.0}
+TWO_SIDED = {"loss_type": "dapo", "delta": 1.06}
 SEQUENCE = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
 CASES = {  # by loss: our options, TRL's, and more metrics
     "grpo": ({"beta": 0.1}, {}, {"kl": "kl"}),
@@ -177,6 +179,10 @@ CASES = {  # by loss: our options, TRL's, and more metrics
     "dapo": ({"num_iterations": 4, "beta": 0.3}, {}, {**CLIPPED, "kl": "kl"}),
     "cispo": ({"num_iterations": 4, "epsilon_high": 1.1}, {}, {"clipped": "cispo_clip_ratio"}),
     "gspo": ({"num_iterations": 4, "beta": 0.1}, SEQUENCE, {}),
+    "sapo": ({"num_iterations": 4, "beta": 0.1, **SAPO}, SAPO, {"kl": "kl"}),
+    "luspo": ({"num_iterations": 4, "beta": 0.1}, {"importance_sampling_level": "sequence"}, {}),
+    "vespo": ({"num_iterations": 4, "beta": 0.1, **VESPO}, VESPO, {"kl": "kl"}),
+    "two-sided": ({**TWO_SIDED, "num_iterations": 4, "epsilon_high": 0.05}, TWO_SIDED, {}),
 }
 
 
@@ -188,9 +194,9 @@ def test_steps_of_grpo_are_trls(files, tmp_path, monkeypatch, loss, data):
         given = {**given, "beta": 0.0 if given.get("beta") else 0.2}
         names = {name: key for name, key in names.items() if name != "kl"}
     ours = options_of(
-        files, tmp_path / "ours", "grpo", data, max_steps=steps, loss_type=loss, num_generations=GROUP, temperature=0.9,
+        files, tmp_path / "ours", "grpo", data, max_steps=steps, num_generations=GROUP, temperature=0.9,
         reward_funcs=(f"{files / 'rewards.py'}:total", f"{files / 'rewards.py'}:length"), reward_weights=(1.0, 0.5),
-        **SAMPLING, **given,
+        **SAMPLING, **{"loss_type": loss, **given},
     )  # fmt: skip
     functions: dict = {}
     exec(REWARD, functions)
