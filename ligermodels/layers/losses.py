@@ -144,7 +144,7 @@ class LinearJSDLoss(_Loss):
     """Distillation of one linear head from another without whole logits; see `ligermodels.kernels.linear_jsd`.
 
     The loss is weight_soft times the divergence at `temperature` plus weight_hard times the cross entropy at the
-    labels. No power of the temperature multiplies either.
+    labels. No power of the temperature multiplies either. divergence: "jsd", of `beta`, "tv" or "cosine".
     """
 
     def __init__(self, beta: float = 0.5, **options: Any):

@@ -1,10 +1,12 @@
 """Distillation: a model learns the distributions of a teacher over the tokens that the assistant says.
 
-    loss = (1 - hard_weight) JSD_beta(student, teacher) + hard_weight CE(student, labels)
+    loss = soft_weight D(student, teacher) + hard_weight CE(student, labels)
 
-over the tokens of the data (off-policy), or of completions that the student samples (on-policy), both distributions at
-`temperature`; see kernels/loss/linear_jsd.py. beta = 1 is the reverse KL, 0 the forward one. No gradient goes through
-the sampling. Papers: arXiv:1503.02531, arXiv:2306.13649 (GKD). Checked against TRL 1.16, trl/experimental/gkd.
+over the tokens of the data (off-policy), or of completions that the student samples (on-policy). D is the generalised
+JSD (beta = 1 is the reverse KL, 0 the forward one), the total variation, or the cosine distance of the logits, both
+distributions at `temperature`; see kernels/loss/linear_jsd.py. No gradient goes through the sampling. Papers:
+arXiv:1503.02531, arXiv:2306.13649 (GKD), arXiv:2307.15190 (total variation). Checked against TRL 1.16,
+trl/experimental/gkd, and the chunked losses of Liger 0.8.5.
 """
 
 import dataclasses
@@ -93,6 +95,7 @@ class OnPolicy(Sampling):
 def distill_loss(model: Any, batch: Batch, count: Tensor, teacher: Any, options: Any) -> tuple[Tensor, Metrics]:
     """The batch's part of the loss; in evaluation also divergence and cross entropy, separately."""
     metrics, head = Metrics(), list[Any]()
+    soft_weight, hard_weight = options.weights
 
     def keep(x: Tensor, weight: Tensor, labels: Tensor, **of: Any) -> Tensor:
         # FSDP keeps the weight of the last group whole until a backward, of which the teacher has none.
@@ -108,8 +111,8 @@ def distill_loss(model: Any, batch: Batch, count: Tensor, teacher: Any, options:
             weight, bias = weight[:rows], None if bias is None else bias[:rows]
         workspace: Any = {"workspace_bytes": workspace_bytes} if workspace_bytes else {}
         jsd = LinearJSDLoss(
-            options.beta, temperature=options.temperature, weight_soft=1 - options.hard_weight,
-            weight_hard=options.hard_weight, reduction="sum", student_softcap=softcap, teacher_softcap=teacher_softcap,
+            options.beta, divergence=options.loss_type, temperature=options.temperature, weight_soft=soft_weight,
+            weight_hard=hard_weight, reduction="sum", student_softcap=softcap, teacher_softcap=teacher_softcap,
             return_soft_hard_loss=not model.training, **workspace,
         )  # fmt: skip
         result: Any = jsd(

@@ -9,7 +9,7 @@ from typing import Any
 from ligermodels.errors import InputError
 from ligermodels.recipes.options import TextOptions, TrainOptions, fields_of, flag, free_option, option, shown
 
-# The choices are those of layers/preference.py and layers/policy.py, which a test compares.
+# The choices are those of layers/preference.py, layers/policy.py and kernels/loss/linear_jsd.py, which a test compares.
 DPO_TYPES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
              "apo_zero", "apo_down", "discopop")  # fmt: skip
 """Loss types of DPO that are a mean over pairs; the others sort a batch, and would depend on how it is packed."""
@@ -22,6 +22,7 @@ _READ_BY = {
     **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("vespo",)),
 }  # fmt: skip
 """The policy losses that read an option, for options that not all of them read."""
+DIVERGENCES = ("jsd", "tv", "cosine")
 REWARD_SCALES = ("group", "batch", "none")
 
 
@@ -175,12 +176,34 @@ class DistillOptions(RolloutOptions):
     # fmt: off
     teacher: str = option(
         "", "repository on the Hub, or folder, of the model to learn from", required=True, group="loss")
+    loss_type: str = option(
+        "jsd", "divergence from the teacher: generalised JSD, total variation of the distributions, or cosine distance "
+        "of the logits", choices=DIVERGENCES)
     beta: float = option(1.0, "of the generalised JSD: 0 forward KL, 1 reverse KL", least=0, most=1)
     temperature: float = option(1.0, "divides the logits of both, and in sampling", above=0)
+    soft_weight: float | None = option(None, "weight of the divergence (default 1 - hard_weight)", least=0)
     hard_weight: float = option(
-        0.0, "weight of the cross entropy of the examples' own tokens", least=0, below=1, excludes=("on_policy",))
+        0.0, "weight of the cross entropy of the examples' own tokens", least=0, excludes=("on_policy",))
     on_policy: bool = option(False, "train on sampled completions of the prompts (lmbda 1 of GKD)", excludes=("cp",))
     # fmt: on
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_type != "jsd" and self.beta != fields_of(self)["beta"].default:
+            raise InputError(f"beta={self.beta:g}: the loss {self.loss_type} does not read it; leave --beta out")
+        if self.soft_weight is None and self.hard_weight >= 1:
+            raise InputError(
+                f"hard_weight={self.hard_weight:g} leaves 1 - hard_weight, nothing, for the teacher; give less, or "
+                "--soft-weight as well"
+            )
+        if self.soft_weight == 0:
+            raise InputError("soft_weight=0 leaves nothing of the teacher; give more, or train sft")
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """The weights of the divergence and of the cross entropy."""
+        soft = 1 - self.hard_weight if self.soft_weight is None else self.soft_weight
+        return soft, self.hard_weight
 
     @property
     def samples(self) -> bool:  # type: ignore[override]

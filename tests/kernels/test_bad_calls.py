@@ -109,6 +109,7 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
         ("temperature=0.0", {"temperature": 0.0}),
         ("teacher_softcap=0.0", {"teacher_softcap": 0.0}),
         ("weight_hard=0.5", {"labels": None, "weight_hard": 0.5}),
+        ("divergence='kl' is not supported; supported: jsd, tv, cosine", {"divergence": "kl"}),
         ("smaller than student_weight", lambda teacher_weight, teacher_bias, **rest: {
             "teacher_weight": teacher_weight[:4], "teacher_bias": teacher_bias[:4],
         }),

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,43 +17,50 @@ from ligermodels.recipes.distill import OnPolicy, distill_loss
 from tests.recipes import losses, runs
 from tests.recipes.runs import SAMPLED, run
 
-OPTIONS = dict(beta=1.0, temperature=1.0, hard_weight=0.0)
 
-
-def plain(student, teacher, batch, *, beta, temperature, hard_weight):
+def plain(student, teacher, batch, o):
     """The sum of the loss over the labels, from all logits."""
     given = {name: value for name, value in batch.items() if name != "labels"}
     with torch.no_grad():
         target = teacher(**given).logits[:, :-1, : student.vocab_size]
     logits, labels = student(**given).logits[:, :-1, : target.shape[-1]], batch["labels"][:, 1:]
     counts = labels != -100
-    soft = jsd(*((z[counts] / temperature).log_softmax(-1) for z in (logits, target)), beta=beta, reduction="sum")
+    z, u = logits[counts], target[counts]
+    log_p, log_q = ((t / o.temperature).log_softmax(-1) for t in (z, u))
+    soft = {
+        "jsd": lambda: jsd(log_p, log_q, beta=o.beta, reduction="sum"),
+        "tv": lambda: (log_p.exp() - log_q.exp()).abs().sum() / 2,
+        "cosine": lambda: (1 - F.cosine_similarity(z, u)).sum(),
+    }[o.loss_type]()
     hard = F.cross_entropy(logits[counts], labels[counts], reduction="sum")
-    return (1 - hard_weight) * soft + hard_weight * hard, soft, hard
+    soft_weight = 1 - o.hard_weight if o.soft_weight is None else o.soft_weight
+    return soft_weight * soft + o.hard_weight * hard, soft, hard
 
 
 @pytest.mark.parametrize("options", [
     {}, {"beta": 0.0, "temperature": 2.0}, {"beta": 0.5, "hard_weight": 0.3}, {"beta": 0.1, "temperature": 0.7},
+    {"loss_type": "tv", "temperature": 2.0, "hard_weight": 0.3}, {"loss_type": "cosine"},
+    {"loss_type": "cosine", "soft_weight": 2.0, "hard_weight": 1.5},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("teacher", [
     dict(hidden_size=48), dict(family="Gemma2"), dict(vocab_size=70), dict(vocab_size=58, hidden_size=16),
 ], ids=str)  # fmt: skip
 def test_loss_and_gradients_are_those_of_the_formula(teacher, options):
     """Of a teacher of another width, with a softcap, with more and with fewer rows of padding; ids are below 58."""
-    options, teacher = OPTIONS | options, losses.model(seed=1, **teacher)
-    student = losses.model("Gemma2" if options["temperature"] != 1 else "Llama")
+    options, teacher = runs.options_of("distill", **options), losses.model(seed=1, **teacher)
+    student = losses.model("Gemma2" if options.temperature != 1 else "Llama")
     packed, padded = losses.batches(9, 14, 5)
     for batch in (packed, padded):
         for name in ("input_ids", "labels"):
             batch[name] = batch[name].clamp(max=57)
     count = torch.tensor(7.0)
-    expected, soft, hard = plain(student, teacher, padded, **options)
+    expected, soft, hard = plain(student, teacher, padded, options)
     for batch in (packed, padded):
-        loss, _ = distill_loss(student, batch, count, teacher, SimpleNamespace(**options))
+        loss, _ = distill_loss(student, batch, count, teacher, options)
         losses.check(student, loss, expected / 7)
     student.eval()
     with torch.no_grad():
-        loss, sums = distill_loss(student, packed, count, teacher, SimpleNamespace(**options))
+        loss, sums = distill_loss(student, packed, count, teacher, options)
     torch.testing.assert_close(loss, expected / 7)
     number = (padded["labels"] != -100).sum()
     for name, value in (("divergence", soft), ("cross_entropy", hard)):

@@ -8,6 +8,7 @@ import pytest
 
 from ligermodels import cli, train
 from ligermodels.errors import InputError
+from ligermodels.kernels.loss.linear_jsd import DIVERGENCES
 from ligermodels.layers import policy, preference
 from ligermodels.recipes import RECIPES, find, options_of, other_tools, recipe_options
 from ligermodels.recipes.options import add_flags, fields_of
@@ -117,6 +118,10 @@ REFUSED = [  # recipe, a file of options, what is said: each kind of value and r
     ("dpo", "loss_type: hinge\nlabel_smoothing: 0.1", "not defined for loss_type='hinge'"),
     ("dpo", "max_length: 64\nbatch_tokens: 100", "less than an example, 2 x max_length=64"),
     ("distill", "beta: 1.5", "beta=1.5: expected 1 or less"),
+    ("distill", "loss_type: tv\nbeta: 0.5", "beta=0.5: the loss tv does not read it; leave --beta out"),
+    ("distill", "hard_weight: 1", "hard_weight=1 leaves .* nothing, for the teacher; give less, or --soft-weight"),
+    ("distill", "soft_weight: 0", "soft_weight=0 leaves nothing of the teacher"),
+    ("distill", "loss_type: kl", "expected one of jsd, tv, cosine"),
     ("distill", "tp: 2", "tp=2: a teacher is sharded by FSDP alone; leave --tp out"),
     ("distill", "prompts: 4", "prompts=4 needs on_policy: add --on-policy"),
     ("distill", "on_policy: true\naccumulation: 3", "a step that samples has prompts; give --prompts"),
@@ -194,6 +199,7 @@ def test_choices_are_those_of_the_losses():
     pairs = {name for name in preference.DPO_LOSS_TYPES if not name.startswith("aot")}
     assert set(recipe_options.DPO_TYPES) == pairs and recipe_options.KTO_TYPES == preference.KTO_LOSS_TYPES
     assert recipe_options.POLICY_LOSSES == policy.LOSSES and recipe_options.REWARD_SCALES == policy.SCALES
+    assert recipe_options.DIVERGENCES == DIVERGENCES
     assert all(options_of(name) is find(name).Options for name in RECIPES)
 
 
@@ -230,7 +236,10 @@ OWN = {
     "orpo": ("beta"),
     "cpo": ("beta label_smoothing loss_type sft_weight"),
     "simpo": ("beta label_smoothing sft_weight simpo_gamma"),
-    "distill": ("beta hard_weight max_completion_length on_policy prompts rollout_rows teacher temperature"),
+    "distill": (
+        "beta hard_weight loss_type max_completion_length on_policy prompts rollout_rows soft_weight teacher "
+        "temperature"
+    ),
     "medusa": ("head_decay head_layers heads"),
     "grpo": (
         "beta delta epsilon epsilon_high loss_type mask_truncated_completions max_completion_length num_generations "

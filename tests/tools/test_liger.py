@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ligermodels.layers import policy
+from ligermodels.layers import LinearJSDLoss, policy
 from ligermodels.recipes.recipe_options import GRPOOptions
 
-grpo = pytest.importorskip("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
+liger = pytest.importorskip("liger_kernel.chunked_loss")
 trl = pytest.importorskip("trl")
 
 # ---- policy losses ----
@@ -135,7 +135,7 @@ def test_policy_losses_of_a_head_are_ligers(name, beta):
     old, ref = logp.detach() + shift.remainder(4) - 2, logp.detach() + ref.remainder(1)
     found = our_loss(o, logp, old, ref, mask, advantages)
     given = arguments(o) | dict(epsilon_low=o.clip["low"], epsilon_high=o.clip["high"], max_completion_length=NEW)
-    theirs = grpo(
+    theirs = liger.LigerFusedLinearGRPOLoss(
         beta=beta, compiled=False, temperature=0.8, use_bias_correction_kl=True, use_ref_model=True, **given
     )  # fmt: skip
     expected, _ = theirs(
@@ -143,4 +143,36 @@ def test_policy_losses_of_a_head_are_ligers(name, beta):
     )  # fmt: skip
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
     for one, other in zip(*(torch.autograd.grad(loss, (x, weight)) for loss in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-6)
+
+
+# ---- distillation ----
+
+WEIGHTS = [dict(weight_soft_loss=1.0, weight_hard_loss=0.0), dict(weight_soft_loss=0.7, weight_hard_loss=0.4)]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize(("divergence", "options"), [
+    ("jsd", dict(beta=0.0, temperature=2.0)), ("jsd", dict(beta=0.3)), ("jsd", dict(beta=1.0)),
+    ("cosine", dict(beta=1.0)), ("cosine", dict(beta=0.5, temperature=2.0)),
+], ids=str)  # fmt: skip
+def test_distillation_of_heads_is_ligers(divergence, options, weights):
+    """Over several of Liger's chunks, with biases and ignored tokens. Its beta of the cosine is a factor, which here
+    belongs to weight_soft."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    x, weight, bias = (draw(*shape).requires_grad_() for shape in ((21, 8), (13, 8), (13,)))
+    teacher_x, teacher_weight, teacher_bias = draw(21, 6), draw(13, 6), draw(13)
+    labels = torch.randint(13, (21,), generator=torch.Generator().manual_seed(1))
+    labels[::4] = -100
+    name = {"jsd": "JSD", "cosine": "CosineSimilarity"}[divergence]
+    theirs = getattr(liger, f"LigerFusedLinear{name}Loss")(compiled=False, chunk_size=8, **options, **weights)
+    expected = theirs(x, weight, teacher_x, teacher_weight, labels, bias, teacher_bias)
+    beta, soft = options["beta"], weights["weight_soft_loss"]
+    ours = LinearJSDLoss(
+        beta, divergence=divergence, temperature=options.get("temperature", 1.0),
+        weight_soft=soft * beta if divergence == "cosine" else soft, weight_hard=weights["weight_hard_loss"],
+    )  # fmt: skip
+    found = ours(x, weight, teacher_x, teacher_weight, labels, student_bias=bias, teacher_bias=teacher_bias)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
+    for one, other in zip(*(torch.autograd.grad(loss, (x, weight, bias)) for loss in (found, expected)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-6)

@@ -7,6 +7,10 @@ log-sum-exps, one for the loss and one for the gradient, because each pass needs
 log M = h + log(1 + c (exp(-|x - y|) - 1)), where h is the larger of x and y, and c the share of the smaller in M. So
 equal rows have a loss of 0, close rows lose no digits, and nothing underflows. At 2-byte dtypes, arithmetic takes as
 much time as memory.
+
+The total variation of two rows of logits takes the same passes, with other terms. So does the cosine distance, whose
+first pass sums squares: with e = z / |z| - u / |u| it is L = |e|^2 / 2, which does not cancel as 1 - cos does, and its
+gradient is (e - L z / |z|) / |z|.
 """
 
 from collections.abc import Sequence
@@ -31,6 +35,7 @@ class JSDOptions(NamedTuple):
     weight_soft: float = 1.0
     student_softcap: float | None = None
     teacher_softcap: float | None = None
+    divergence: str = "jsd"
 
 
 @triton.jit
@@ -64,7 +69,7 @@ def _log_mixture(gap, ratio, below, BETA: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _terms(x, y, gap, BETA: tl.constexpr, LOGITS: tl.constexpr, EXACT: tl.constexpr):
+def _terms(x, y, gap, KIND: tl.constexpr, BETA: tl.constexpr, LOGITS: tl.constexpr, EXACT: tl.constexpr):
     """(loss, its derivatives by x and by y, exp x) of log-probabilities, which may be -inf, and gap = x - y, finite.
 
     LOGITS leaves out of the derivative by x what is a multiple of exp x, in which the gradient of logits has no part.
@@ -73,7 +78,11 @@ def _terms(x, y, gap, BETA: tl.constexpr, LOGITS: tl.constexpr, EXACT: tl.conste
     distance = tl.abs(gap)
     ratio = probability(-distance, EXACT)
     below = _less_one(distance, ratio, EXACT)
-    if BETA == 0.0 or BETA == 1.0:
+    if KIND == "tv":
+        loss = 0.5 * tl.abs(tl.where(gap >= 0, s, t) * below)
+        side = tl.where(gap > 0, 0.5, tl.where(gap < 0, -0.5, 0.0))
+        dx, dy = side * s, -side * t
+    elif BETA == 0.0 or BETA == 1.0:
         apart = tl.where(gap >= 0, -s, t) * below  # S - T
         if BETA == 0.0:
             loss = tl.where(t == 0.0, 0.0, t * -tl.where(x == -float("inf"), x, gap))
@@ -150,15 +159,41 @@ def _statistics(student, teacher, V, SCALE: tl.constexpr, HARD: tl.constexpr, ST
 
 
 @triton.jit
+def _norms(student, teacher, V, HARD: tl.constexpr, STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr,
+           DTYPE: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr):  # fmt: skip
+    """Of two rows of logits: 1 / |z| and 1 / |u|, 0 for rows of zeros; HARD: maximum z, log sum exp(z - maximum)."""
+    m = tl.full([R], -float("inf"), DTYPE)
+    h, s, t = tl.zeros([R], DTYPE), tl.zeros([R], DTYPE), tl.zeros([R], DTYPE)
+    for start in tl.range(0, V, R * 8, num_stages=STAGES):
+        columns = start + tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        z, _ = load_capped(student, columns, V, V, STUDENT_CAP, 1.0, DTYPE, "evict_last", False)
+        u, _ = load_capped(teacher, columns, V, V, TEACHER_CAP, 1.0, DTYPE, "evict_last", False)
+        if HARD:
+            m, h, _ = _raise(z, m, h, h, 1.0, False)
+        z, u = tl.where(columns < V, z, 0.0), tl.where(columns < V, u, 0.0)
+        s += tl.sum(z * z, 1)
+        t += tl.sum(u * u, 1)
+    maximum = tl.max(m, 0)
+    h_log = maximum
+    if HARD:
+        h_log = tl.log(tl.sum(h * _weight(m - maximum, 1.0), 0))
+    s, t = tl.sqrt(tl.sum(s, 0)), tl.sqrt(tl.sum(t, 0))
+    s = tl.where(s == 0, 0.0, 1.0 / tl.where(s == 0, 1.0, s))
+    t = tl.where(t == 0, 0.0, 1.0 / tl.where(t == 0, 1.0, t))
+    return s, t, maximum, h_log
+
+
+@triton.jit
 def _sweep(student, teacher, d_student, d_teacher, V, s_max, s_log, t_max, t_log, h_log, mean_slope, soft, hard, label,
-           BETA: tl.constexpr, LOGITS: tl.constexpr, SCALE: tl.constexpr, STUDENT_CAP: tl.constexpr,
+           KIND: tl.constexpr, BETA: tl.constexpr, LOGITS: tl.constexpr, SCALE: tl.constexpr, STUDENT_CAP: tl.constexpr,
            TEACHER_CAP: tl.constexpr, HARD: tl.constexpr, SUM: tl.constexpr, WRITE: tl.constexpr,
            BACKWARDS: tl.constexpr, DTYPE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
            R: tl.constexpr):  # fmt: skip
     """One pass over a row of each. SUM: the sums of the loss and of its derivative by x. WRITE: soft times the
     gradients, and for HARD hard times those of cross entropy. d_student may begin where student begins: a tile is read
     before it is written and, of narrower numbers than student's, written where tiles before it were, so that a pass
-    that writes goes forwards. BACKWARDS begins with the tiles that the pass before left in the cache.
+    that writes goes forwards. BACKWARDS begins with the tiles that the pass before left in the cache. For "cosine",
+    s_log and t_log are the reciprocal norms, and mean_slope is the loss.
     """
     loss, slope = tl.zeros([R], DTYPE), tl.zeros([R], DTYPE)
     tiles = tl.cdiv(V, R * 8)
@@ -170,17 +205,24 @@ def _sweep(student, teacher, d_student, d_teacher, V, s_max, s_log, t_max, t_log
         z, cap_slope = load_capped(student, columns, V, V, STUDENT_CAP, 1.0, DTYPE, KEEP, False)
         y, _ = load_capped(teacher, columns, V, V, TEACHER_CAP, 1.0, DTYPE, KEEP, False)
         x, gap = z, _bounded(z) - _bounded(y)  # of two rows that are near each other, the difference is exact
-        if LOGITS:
-            gap = gap * SCALE - apart
-            x = (z - s_max) * SCALE - s_log
-            y = (y - t_max) * SCALE - t_log
-        value, dx, dy, s = _terms(x, y, gap, BETA, LOGITS, EXACT)
+        if KIND == "cosine":
+            s = tl.where(columns < V, z, 0.0) * s_log
+            dx = s - tl.where(columns < V, y, 0.0) * t_log
+            value, dy = 0.5 * dx * dx, dx
+        else:
+            if LOGITS:
+                gap = gap * SCALE - apart
+                x = (z - s_max) * SCALE - s_log
+                y = (y - t_max) * SCALE - t_log
+            value, dx, dy, s = _terms(x, y, gap, KIND, BETA, LOGITS, EXACT)
         if SUM:
             loss += tl.sum(value, 1)
             slope += tl.sum(dx, 1)
         if WRITE:
             if d_student is not None:
-                if LOGITS:
+                if KIND == "cosine":
+                    dx = (dx - s * mean_slope) * s_log
+                elif LOGITS:
                     dx = (dx - s * mean_slope) * SCALE
                 dx *= soft
                 if HARD:
@@ -205,7 +247,7 @@ def _zero(row, V, R: tl.constexpr):
 @triton.jit(do_not_specialize=["first_row", "num_rows", "count"])
 def _rows_kernel(student, teacher, d_student, d_teacher, labels, valid, upstream, loss, soft_loss, hard_loss,
                  student_stride, teacher_stride, d_stride, upstream_stride, first_row, num_rows, count, V,
-                 BETA: tl.constexpr, IGNORE: tl.constexpr, MEAN: tl.constexpr, LOGITS: tl.constexpr,
+                 KIND: tl.constexpr, BETA: tl.constexpr, IGNORE: tl.constexpr, MEAN: tl.constexpr, LOGITS: tl.constexpr,
                  SCALE: tl.constexpr, WEIGHT_HARD: tl.constexpr, WEIGHT_SOFT: tl.constexpr,
                  STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr, HARD: tl.constexpr, UNDIVIDED: tl.constexpr,
                  STAGES: tl.constexpr, R: tl.constexpr):  # fmt: skip
@@ -220,7 +262,8 @@ def _rows_kernel(student, teacher, d_student, d_teacher, labels, valid, upstream
     EXACT: tl.constexpr = student.dtype.element_ty == tl.float32 or teacher.dtype.element_ty == tl.float32
     GRADIENT: tl.constexpr = d_student is not None or d_teacher is not None
     CROSS: tl.constexpr = HARD and WEIGHT_HARD != 0.0
-    AT_ONCE: tl.constexpr = GRADIENT and (BETA == 0.0 or not LOGITS)  # the gradient needs no sum over the row
+    # The gradient needs no sum over the row.
+    AT_ONCE: tl.constexpr = GRADIENT and (not LOGITS or (KIND == "jsd" and BETA == 0.0))
     divisor = tl.full([], 1.0, DTYPE)
     if MEAN:
         divisor = tl.cast(count, DTYPE)
@@ -245,7 +288,9 @@ def _rows_kernel(student, teacher, d_student, d_teacher, labels, valid, upstream
         if counts:
             s_max, s_log = tl.full([], 0.0, DTYPE), tl.full([], 0.0, DTYPE)
             t_max, t_log, h_log = s_max, s_log, s_log
-            if LOGITS:
+            if KIND == "cosine":
+                s_log, t_log, s_max, h_log = _norms(x, y, V, HARD, STUDENT_CAP, TEACHER_CAP, DTYPE, STAGES, R)
+            elif LOGITS:
                 s_max, s_log, t_max, t_log, h_log = _statistics(x, y, V, SCALE, HARD, STUDENT_CAP, TEACHER_CAP,
                                                                 AT_ONCE, DTYPE, STAGES, R)  # fmt: skip
             if HARD:
@@ -263,15 +308,18 @@ def _rows_kernel(student, teacher, d_student, d_teacher, labels, valid, upstream
             if loss is not None or not AT_ONCE:
                 soft, slope = _sweep(
                     x, y, dx, dy, V, s_max, s_log, t_max, t_log, h_log, slope, factor * WEIGHT_SOFT,
-                    factor * WEIGHT_HARD, label, BETA, LOGITS, SCALE, STUDENT_CAP, TEACHER_CAP, CROSS, True, AT_ONCE,
-                    LOGITS and not AT_ONCE, DTYPE, EXACT, STAGES, R,
+                    factor * WEIGHT_HARD, label, KIND, BETA, LOGITS, SCALE, STUDENT_CAP, TEACHER_CAP, CROSS, True,
+                    AT_ONCE, LOGITS and not AT_ONCE, DTYPE, EXACT, STAGES, R,
                 )  # fmt: skip
+                if KIND == "cosine":
+                    soft = tl.where((s_log == 0) | (t_log == 0), 1.0, soft)  # the cosine with a row of zeros is 0
+                    slope = soft
                 soft *= known
             if GRADIENT and (loss is None or not AT_ONCE):
                 _sweep(
                     x, y, dx, dy, V, s_max, s_log, t_max, t_log, h_log, slope, factor * WEIGHT_SOFT,
-                    factor * WEIGHT_HARD, label, BETA, LOGITS, SCALE, STUDENT_CAP, TEACHER_CAP, CROSS, False, True,
-                    False, DTYPE, EXACT, STAGES, R,
+                    factor * WEIGHT_HARD, label, KIND, BETA, LOGITS, SCALE, STUDENT_CAP, TEACHER_CAP, CROSS, False,
+                    True, False, DTYPE, EXACT, STAGES, R,
                 )  # fmt: skip
         else:
             if d_student is not None:
@@ -309,7 +357,7 @@ def launch_rows(
         _rows_kernel, (programs,),
         student, teacher, d_student, d_teacher, labels, valid, upstream, *losses, *strides,
         vocab if d_stride is None else d_stride, 0 if upstream is None else upstream.dim(), first_row, rows,
-        count, vocab, options.beta, options.ignore_index, options.reduction == "mean", logits,
+        count, vocab, options.divergence, options.beta, options.ignore_index, options.reduction == "mean", logits,
         1.0 / options.temperature, options.weight_hard, options.weight_soft, options.student_softcap,
         options.teacher_softcap, options.weight_hard != 0 or losses[2] is not None, undivided, **tiling,
     )  # fmt: skip

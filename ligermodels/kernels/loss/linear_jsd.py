@@ -2,7 +2,13 @@
 
     z = cap(student_x @ student_weight.T + student_bias)        S = softmax(z / temperature)
     u = cap(teacher_x @ teacher_weight.T + teacher_bias)        T = softmax(u / temperature)
-    loss = weight_soft jsd(log S, log T; beta) + weight_hard (log sum_c exp z_c - z_label)
+    loss = weight_soft D + weight_hard (log sum_c exp z_c - z_label)
+
+| divergence | D |
+|---|---|
+| jsd | jsd(log S, log T; beta) |
+| tv | the total variation, sum_c abs(S_c - T_c) / 2 |
+| cosine | 1 - cos(z, u), at any temperature; 1 where a row is zeros |
 
 averaged over the valid tokens. cap(z) = softcap * tanh(z / softcap), with a softcap for each head, or none. The
 temperature does not change the hard loss, and no power of it multiplies the soft loss: for Hinton's form, set
@@ -46,6 +52,8 @@ from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_d
 from ligermodels.kernels.loss._divergence import JSDOptions, launch_rows
 from ligermodels.kernels.loss.jsd import check_options, jsd_reference, reduce_tokens, valid_tokens
 
+DIVERGENCES = ("jsd", "tv", "cosine")
+
 
 def _fp32_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, also under autocast, with an unrounded fp32 result."""
@@ -62,6 +70,19 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
+def _total_variation(z: Tensor, u: Tensor) -> Tensor:
+    """Half the sum over classes of the differences of two softmaxes."""
+    return 0.5 * (z.softmax(-1) - u.softmax(-1)).abs().sum(-1)
+
+
+def _cosine_distance(z: Tensor, u: Tensor) -> Tensor:
+    """1 - cos(z, u) as half the squared distance of the unit vectors; 1 without a gradient where a row is zeros."""
+    squares = [t.square().sum(-1, keepdim=True) for t in (z, u)]
+    is_zero = (squares[0] == 0) | (squares[1] == 0)
+    z, u = (t * square.masked_fill(is_zero, 1).rsqrt() for t, square in zip((z, u), squares, strict=True))
+    return (0.5 * (z - u).square().sum(-1)).masked_fill(is_zero[..., 0], 1)
+
+
 class LinearJSDOutput(NamedTuple):
     """The result of linear_jsd with return_soft_hard_loss; the two parts are not weighted, and have no gradient."""
 
@@ -75,7 +96,7 @@ def linear_jsd_reference(
     labels: Tensor | None = None, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
     beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, weight_hard: float = 0.0,
     weight_soft: float = 1.0, student_softcap: float | None = None, teacher_softcap: float | None = None,
-    reduction: str = "mean", return_soft_hard_loss: bool = False,
+    divergence: str = "jsd", reduction: str = "mean", return_soft_hard_loss: bool = False,
 ) -> Tensor | LinearJSDOutput:  # fmt: skip
     """`linear_jsd` in plain PyTorch, with all logits in memory."""
     vocab = student_weight.shape[0]
@@ -85,8 +106,12 @@ def linear_jsd_reference(
     z, u = (logits.to(torch.promote_types(z.dtype, u.dtype)) for logits in (z, u))
     valid = valid_tokens(labels, z, ignore_index)
     z, u = (logits.masked_fill(~valid[..., None], 0) for logits in (z, u))
-    soft = jsd_reference(*((t / temperature).log_softmax(-1) for t in (z, u)), labels=labels, beta=beta,
-                         ignore_index=ignore_index, reduction=reduction)  # fmt: skip
+    if divergence == "jsd":
+        log_p, log_q = ((t / temperature).log_softmax(-1) for t in (z, u))
+        soft = jsd_reference(log_p, log_q, labels=labels, beta=beta, ignore_index=ignore_index, reduction=reduction)
+    else:
+        far = _total_variation(z / temperature, u / temperature) if divergence == "tv" else _cosine_distance(z, u)
+        soft = reduce_tokens(far.where(valid, 0), valid, reduction)
     loss, hard = weight_soft * soft, None
     if labels is not None:
         y = labels.to(z.device).long().where(valid, 0)
@@ -111,8 +136,9 @@ class _Results(NamedTuple):
 
 
 def _undivided(options: JSDOptions, settings: Settings, needs: tuple[bool, bool, bool]) -> bool:
-    """`leaves_divisor`, except at beta = 1, where undivided gradients of logits could overflow."""
-    return settings.leaves_divisor(options.reduction, needs) and options.beta < 1
+    """`leaves_divisor`, except for a reverse KL, whose undivided gradients of logits could overflow."""
+    is_reverse_kl = options.divergence == "jsd" and options.beta == 1
+    return settings.leaves_divisor(options.reduction, needs) and not is_reverse_kl
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -235,7 +261,7 @@ def linear_jsd(
     labels: Tensor | None = None, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
     beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, weight_hard: float = 0.0,
     weight_soft: float = 1.0, student_softcap: float | None = None, teacher_softcap: float | None = None,
-    reduction: str = "mean", return_soft_hard_loss: bool = False,
+    divergence: str = "jsd", reduction: str = "mean", return_soft_hard_loss: bool = False,
     num_valid: int | None = None, accum_dtype: torch.dtype | None = torch.float32, workspace_bytes: int = CHUNK_BYTES,
 ) -> Tensor | LinearJSDOutput:  # fmt: skip
     """Divergence of the student's head from the teacher's, by the formula at the top of this file.
@@ -246,7 +272,8 @@ def linear_jsd(
     gradient, and its matmul is not recorded. Student and teacher may differ in dtype. student_softcap, teacher_softcap:
     logits become softcap * tanh(logits / softcap) before the temperature, as Gemma 2's do, in the hard loss too.
 
-    beta, labels, ignore_index and reduction are those of `jsd`; weight_hard needs labels. "mean" divides both losses
+    divergence: "jsd", "tv" or "cosine". Only the first reads beta, and the last does not depend on temperature. beta,
+    labels, ignore_index and reduction are those of `jsd`; weight_hard needs labels. "mean" divides both losses
     by the number of labels that are not ignored, 0 where there is none. return_soft_hard_loss returns
     LinearJSDOutput(loss, soft_loss, hard_loss), the parts reduced but not weighted, without gradients; hard_loss is
     None without labels. The loss is fp32 (fp64 for fp64).
@@ -256,12 +283,13 @@ def linear_jsd(
     With reduction="none" forward computes the loss only, and backward computes the logits a second time.
 
     A label that is neither a class nor ignore_index makes its row NaN on a GPU, and raises
-    InputError on the CPU, where this is F.linear and `jsd_reference` with all logits in memory. Each beta,
+    InputError on the CPU, where this is F.linear and `jsd_reference` with all logits in memory. Each divergence, beta,
     temperature, pair of weights and of softcaps compiles a kernel. On a GPU create_graph=True raises InputError.
     """
     options = JSDOptions(
         float(beta), ignore_index, reduction, float(temperature), float(weight_hard), float(weight_soft),
-        *(None if softcap is None else float(softcap) for softcap in (student_softcap, teacher_softcap)),
+        None if student_softcap is None else float(student_softcap),
+        None if teacher_softcap is None else float(teacher_softcap), divergence,
     )  # fmt: skip
     tokens, device = student_x.shape[:-1], student_x.device
     if teacher_x.shape[:-1] != tokens or teacher_x.device != device:
@@ -279,6 +307,8 @@ def linear_jsd(
         except InputError as error:
             raise InputError(f"linear_jsd, {who}_x, {who}_weight and {who}_bias: {error}") from None
     check_options(options, labels, tokens, device, "linear_jsd")
+    if divergence not in DIVERGENCES:
+        raise InputError(f"linear_jsd: divergence={divergence!r} is not supported; supported: {', '.join(DIVERGENCES)}")
     if not options.temperature > 0:
         raise InputError(f"linear_jsd: temperature={temperature} must be positive; 1 leaves the logits as they are.")
     for name in ("student_softcap", "teacher_softcap"):

@@ -19,6 +19,7 @@ from ligermodels.kernels import (
     linear_jsd,
     linear_jsd_reference,
 )
+from ligermodels.kernels.loss.linear_jsd import DIVERGENCES
 from tests.kernels.cases import IGNORE
 from tests.kernels.interpreter import CHUNK
 from tests.kernels.judge import as_dtype, assert_same
@@ -187,10 +188,11 @@ def test_logits_are_never_whole(device, name, grad):
         assert_same(found, expected, 2e-5, 2e-5)  # fp32 sums in another order
 
 
-def test_logits_of_model_and_teacher_share_the_workspace(device):
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_logits_of_model_and_teacher_share_the_workspace(device, divergence):
     call = problem("linear_jsd", 4 * CHUNK, 300, device, torch.float32, ignored=0.0, bias=False)
     with Seen() as seen:
-        linear_jsd(**call, workspace_bytes=2 * CHUNK * 320 * (4 + 4))
+        results(linear_jsd, call, divergence=divergence, workspace_bytes=2 * CHUNK * 320 * (4 + 4))
     assert seen.largest == 2 * CHUNK * 320 * 4
 
 
@@ -273,6 +275,8 @@ def test_fp16_gradients_do_not_underflow(device, name):
 @pytest.mark.parametrize("tokens, vocab, options", [
     (20, 300, {}),
     (6, 7000, {"weight_hard": 0.1, "beta": 0.0, "reduction": "none"}),  # rows of several tiles
+    (20, 300, {"divergence": "tv"}),
+    (6, 7000, {"divergence": "cosine", "weight_hard": 0.1, "temperature": 2.0}),
 ], ids=str)  # fmt: skip
 def test_a_teacher_nearer_than_rounded_logits_can_tell(device, poison, tokens, vocab, options):
     """Logits near 16, a tenth apart from the teacher's: in 16 bits they come in steps of 2^-7 (fp16) or 2^-4 (bf16)."""

@@ -154,14 +154,22 @@ def jsd_op() -> Op:
 def eager_linear_jsd(
     student_x, student_weight, teacher_x, teacher_weight, *, labels=None, student_bias=None, teacher_bias=None,
     temperature=1.0, weight_hard=0.0, weight_soft=1.0, student_softcap=None, teacher_softcap=None, beta=0.5,
-    reduction="mean", accum_dtype=None, workspace_bytes=None,
+    reduction="mean", divergence="jsd", accum_dtype=None, workspace_bytes=None,
 ):  # fmt: skip
     z = F.linear(student_x, student_weight, student_bias)
     u = F.linear(teacher_x, teacher_weight, teacher_bias)[..., : student_weight.shape[0]]
     z, u = (t.to(accumulator(t.dtype)) for t in (z, u))
     z, u = (t if cap is None else cap * torch.tanh(t / cap) for t, cap in ((z, student_softcap), (u, teacher_softcap)))
     log_p, log_q = ((t / temperature).log_softmax(-1) for t in (z, u))
-    loss = weight_soft * eager_jsd(log_p, log_q, labels=labels, beta=beta, reduction=reduction)
+    if divergence == "jsd":
+        soft = eager_jsd(log_p, log_q, labels=labels, beta=beta, reduction=reduction)
+    else:
+        cosine = F.cosine_similarity(F.normalize(z, dim=-1), F.normalize(u, dim=-1), dim=-1)
+        each = 1 - cosine if divergence == "cosine" else (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+        valid = torch.ones_like(each, dtype=torch.bool) if labels is None else labels != IGNORE
+        each = each.where(valid, 0)
+        soft = {"none": each, "sum": each.sum(), "mean": each.sum() / valid.sum()}[reduction]
+    loss = weight_soft * soft
     if weight_hard:
         hard = F.cross_entropy(z.flatten(0, -2), labels.flatten().long(), reduction=reduction)
         loss = loss + weight_hard * hard.view(loss.shape)
@@ -207,6 +215,16 @@ def linear_jsd_op() -> Op:
                 beta, scale=1e2, student_softcap=30.0, teacher_softcap=30.0, hard=True
             ),
         }
+    for kind in ("tv", "cosine"):
+        edges |= {
+            f"one class, {kind}": edge(0.5, vocab=1, divergence=kind),
+            f"all ignored, {kind}": edge(0.5, ignored=1.1, divergence=kind),
+            f"rows of zeros, {kind}": edge(0.5, scale=0.0, divergence=kind),
+            f"the teacher's own, {kind}": edge(0.5, same=True, divergence=kind),
+            f"large logits, capped, {kind}": edge(
+                0.5, scale=1e2, student_softcap=30.0, teacher_softcap=30.0, hard=True, divergence=kind
+            ),
+        }
 
     def huge(m):
         m.strided, rows, hidden, vocab = False, 2**20 + 9, 2048, 512
@@ -218,6 +236,7 @@ def linear_jsd_op() -> Op:
         kernels.linear_jsd, no_chunks(kernels.linear_jsd_reference), eager_linear_jsd, make,
         choices=head_choices(
             padded=[0, 0, 5], hard=[False, False, True], temperature=[1.0, 2.0],
+            divergence=["jsd", "jsd", "tv", "cosine"],
             student_softcap=[None, None, 30.0], teacher_softcap=[None, None, 30.0],
         )
         | DIVERGENCE_CHOICES,
