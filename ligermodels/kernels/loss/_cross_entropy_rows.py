@@ -115,18 +115,19 @@ def _gradient(z, cap_slope, class_weight, columns, V, maximum, log_total, slope,
 
 @triton.jit
 def write_gradient(row, out, class_weight, every_weight, label, is_class, z_label, cap_label, label_weight, maximum,
-                   total, entropy, ce_scale, z_scale, entropy_scale, V, END, SMOOTHING: tl.constexpr,
+                   total, entropy, ce_scale, z_scale, entropy_scale, V, classes, END, SMOOTHING: tl.constexpr,
                    Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, SHARPEN: tl.constexpr, DTYPE: tl.constexpr,
                    PADDED: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr, AXIS: tl.constexpr):  # fmt: skip
     """out = d(ce_scale * ce + z_scale * z_part + entropy_scale * entropy)/d(row), the last unless entropy is None.
 
+    classes: the size of the whole vocabulary, of which the row has V logits. every_weight: the sum of all weights.
     `out` may be `row`: a tile is read before it is written. Tiles run from the last to the first, because the pass
     before left the last ones in the cache. The label's entry is p - 1 in fp32, rounded once: subtracting 1 from a p
     stored in bf16 would cancel near 1.
     """
     log_total = tl.log(total)
     hot = ce_scale * (1.0 - SMOOTHING) * label_weight
-    smooth = ce_scale * SMOOTHING / V
+    smooth = ce_scale * SMOOTHING / classes
     slope = hot + smooth * every_weight + z_scale * (2.0 * Z_LOSS) * (maximum + log_total)
     slope = slope / total
     entropy_slope = None
@@ -273,7 +274,7 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
                     tilted, entropy_scale = entropy, tl.load(upstream_entropy + token).to(DTYPE)
                 write_gradient(row, out_row, class_weight, every_weight, label, is_class, z_label, cap_label,
                                label_weight, maximum, total, tilted, factor * ce_scale, factor * z_scale,
-                               entropy_scale, V, END, SMOOTHING, Z_LOSS, SOFTCAP, SHARPEN, DTYPE, PADDED, STAGES, R,
+                               entropy_scale, V, V, END, SMOOTHING, Z_LOSS, SOFTCAP, SHARPEN, DTYPE, PADDED, STAGES, R,
                                AXIS)  # fmt: skip
         elif GRADIENT:
             for start in range(0, V, R * 8):

@@ -1,14 +1,15 @@
 """Cross entropy of a linear head whose rows, one per class, are sharded over a group of processes.
 
     z    = softcap * tanh((x @ weight.T + bias) / softcap)         lse = log sum_c exp z_c, c over the rows of all ranks
-    loss = lse - z_y + z_loss lse^2
+    loss = (1 - label_smoothing) (lse - z_y) + label_smoothing (lse - mean_c z_c) + z_loss lse^2
 
 `linear_cross_entropy` with the vocabulary V sharded over n ranks: a rank has the logits of C tokens and its V/n
 classes, which it does not send. Per chunk of C tokens, cuBLAS writes the local logits into ONE workspace; a kernel
 reduces each row to its maximum, its sum of exponentials and, if the label is in the shard, the label's logit; ONE
-all-gather sends these 12 bytes per token; a second kernel merges them, writes the loss and overwrites the logits with
-their gradient; cuBLAS multiplies it with weight (dx) and with x (dweight, as in linear_cross_entropy). Every rank
-merges the same numbers in the same order, so that all have the same bits of the loss.
+all-gather sends these 12 bytes per token (16 with label smoothing, for which it also has the sum of the logits); a
+second kernel merges them, writes the loss and overwrites the logits with their gradient; cuBLAS multiplies it with
+weight (dx) and with x (dweight, as in linear_cross_entropy). Every rank merges the same numbers in the same order, so
+that all have the same bits of the loss.
 
 Beside the GEMMs the logits move 3 V/n itemsize bytes per token, one read more than in one process, because the gradient
 needs the other ranks' sums. The all-gather does not overlap the next chunk's GEMM: with the default workspace there is
@@ -65,8 +66,9 @@ class _SumOverGroup(torch.autograd.Function):
 
 def vocab_parallel_cross_entropy_reference(
     x: Tensor, weight: Tensor, labels: Tensor, *, group: dist.ProcessGroup, first_id: int,
-    vocab_size: int | None = None, bias: Tensor | None = None, ignore_index: int = -100, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: str = "mean", num_items_in_batch: int | Tensor | None = None,
+    vocab_size: int | None = None, bias: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
+    num_items_in_batch: int | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`vocab_parallel_cross_entropy` in plain PyTorch, with the local logits of all tokens in memory."""
     vocab_size = group.size() * len(weight) if vocab_size is None else vocab_size
@@ -81,9 +83,14 @@ def vocab_parallel_cross_entropy_reference(
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
     is_mine = valid & (y >= first_id) & (y < first_id + len(weight))
     z_label = z.gather(1, (y - first_id).where(is_mine, 0)[:, None])[:, 0].where(is_mine, 0)
-    total, z_label = _SumOverGroup.apply(torch.stack([(z - maximum[:, None]).exp().sum(-1), z_label]), group)
+    parts = (z - maximum[:, None]).exp().sum(-1), z_label, z.sum(-1) if label_smoothing else z_label.new_zeros(len(y))
+    total, z_label, z_sum = _SumOverGroup.apply(torch.stack(parts), group)
     log_total = total.log()
-    loss = log_total - (z_label - maximum) + z_loss * (maximum + log_total).square()
+    lse = maximum + log_total
+    loss = log_total - (z_label - maximum)
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (lse - z_sum / vocab_size)
+    loss = loss + z_loss * lse.square()
     loss = loss.where(valid, 0).sum()
     if reduction == "sum":
         return loss
@@ -93,18 +100,21 @@ def vocab_parallel_cross_entropy_reference(
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "first_id"])
 def _statistics_kernel(logits, labels, stats, row_stride, first_row, num_rows, first_id, V, END, IGNORE: tl.constexpr,
-                       SOFTCAP: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr,
-                       AXIS: tl.constexpr):  # fmt: skip
+                       SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
+                       R: tl.constexpr, AXIS: tl.constexpr):  # fmt: skip
     """stats [C, 3] of the tokens from first_row on: maximum, sum of exponentials, and the label's logit, NaN where the
-    label is none of the ids from first_id on; zeros where it is ignored. See `_rows_kernel` for rows and columns."""
+    label is none of the ids from first_id on; with SMOOTHING [C, 4], the last the sum of the logits; zeros where the
+    label is ignored. See `_rows_kernel` for rows and columns."""
     DTYPE: tl.constexpr = tl.float64 if logits.dtype.element_ty == tl.float64 else tl.float32
     LOG2E: tl.constexpr = 1.4426950408889634
+    STATS: tl.constexpr = 3 if SMOOTHING == 0.0 else 4
     for r in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row = logits + tl.cast(r, tl.int64) * row_stride
         label = tl.load(labels + tl.cast(first_row + r, tl.int64)).to(tl.int64)
         maximum, total = tl.full([], 0.0, DTYPE), tl.full([], 0.0, DTYPE)
-        z_label = tl.full([], 0.0, DTYPE)
+        z_label, z_sum = tl.full([], 0.0, DTYPE), tl.full([], 0.0, DTYPE)
         if label != IGNORE:
+            sums = tl.zeros([R], DTYPE)
             m = tl.full([R], -float("inf"), DTYPE)
             s = tl.zeros([R], DTYPE)
             for start in tl.range(0, V, R * 8, num_stages=STAGES):
@@ -115,6 +125,9 @@ def _statistics_kernel(logits, labels, stats, row_stride, first_row, num_rows, f
                 e = tl.exp2((z - tl.expand_dims(shift, AXIS)) * LOG2E)
                 s = s * tl.exp2((m - shift) * LOG2E) + tl.sum(e, AXIS)
                 m = raised
+                if SMOOTHING != 0.0:
+                    sums += tl.sum(tl.where(columns < V, z, 0.0), AXIS)
+            z_sum = tl.sum(sums, 0)
             maximum = tl.max(m, 0)
             floor = tl.where(maximum == -float("inf"), 0.0, maximum)
             total = tl.sum(s * tl.exp2((m - floor) * LOG2E), 0)
@@ -122,22 +135,24 @@ def _statistics_kernel(logits, labels, stats, row_stride, first_row, num_rows, f
             is_mine = (column >= 0) & (column < V)
             z, _ = load_capped(row, tl.where(is_mine, column, V), V, V, SOFTCAP, 1.0, DTYPE, "", False)
             z_label = tl.where(is_mine, z, float("nan"))
-        tl.store(stats + r * 3, maximum)
-        tl.store(stats + r * 3 + 1, total)
-        tl.store(stats + r * 3 + 2, z_label)
+        tl.store(stats + r * STATS, maximum)
+        tl.store(stats + r * STATS + 1, total)
+        tl.store(stats + r * STATS + 2, z_label)
+        if SMOOTHING != 0.0:
+            tl.store(stats + r * STATS + 3, z_sum)
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "first_id"])
-def _merge_kernel(logits, labels, stats, scales, loss, row_stride, first_row, num_rows, first_id, V, END,
-                  RANKS: tl.constexpr, BLOCK: tl.constexpr, IGNORE: tl.constexpr, Z_LOSS: tl.constexpr,
-                  SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, UNDIVIDED: tl.constexpr, PADDED: tl.constexpr,
-                  STAGES: tl.constexpr, R: tl.constexpr, AXIS: tl.constexpr):  # fmt: skip
-    """The `stats` [RANKS, C, 3] of all ranks to the loss of each token and, with GRADIENT, `logits` to their gradient.
-
-    With UNDIVIDED the gradient lacks the factor scales[1].
+def _merge_kernel(logits, labels, stats, scales, loss, row_stride, first_row, num_rows, first_id, V, classes, END,
+                  RANKS: tl.constexpr, BLOCK: tl.constexpr, IGNORE: tl.constexpr, SMOOTHING: tl.constexpr,
+                  Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, UNDIVIDED: tl.constexpr,
+                  PADDED: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr, AXIS: tl.constexpr):  # fmt: skip
+    """The `stats` of all ranks, [RANKS, C, 3 or 4], to the loss of each token and, with GRADIENT, `logits` to their
+    gradient; with UNDIVIDED it lacks the factor scales[1].
     """
     DTYPE: tl.constexpr = tl.float64 if logits.dtype.element_ty == tl.float64 else tl.float32
     LOG2E: tl.constexpr = 1.4426950408889634
+    STATS: tl.constexpr = 3 if SMOOTHING == 0.0 else 4
     for r in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         token = tl.cast(first_row + r, tl.int64)
         row = logits + tl.cast(r, tl.int64) * row_stride
@@ -145,7 +160,7 @@ def _merge_kernel(logits, labels, stats, scales, loss, row_stride, first_row, nu
         token_loss = tl.full([], 0.0, DTYPE)
         if label != IGNORE:
             rank = tl.arange(0, BLOCK)
-            at = stats + (tl.cast(rank, tl.int64) * num_rows + r) * 3
+            at = stats + (tl.cast(rank, tl.int64) * num_rows + r) * STATS
             maxima = tl.load(at, mask=rank < RANKS, other=-float("inf"))
             totals = tl.load(at + 1, mask=rank < RANKS, other=0.0)
             z_labels = tl.load(at + 2, mask=rank < RANKS, other=float("nan"))
@@ -153,14 +168,17 @@ def _merge_kernel(logits, labels, stats, scales, loss, row_stride, first_row, nu
             floor = tl.where(maximum == -float("inf"), 0.0, maximum)
             total = tl.sum(totals * tl.exp2((maxima - floor) * LOG2E), 0)
             has_it = z_labels == z_labels
-            nll = tl.log(total) - (tl.sum(tl.where(has_it, z_labels, 0.0), 0) - maximum)
+            ce = tl.log(total) - (tl.sum(tl.where(has_it, z_labels, 0.0), 0) - maximum)
             # A label that is in no shard, or in two, has weight NaN, and so its loss and gradient are NaN.
             weight = tl.where(tl.sum(has_it.to(tl.int32), 0) == 1, tl.full([], 1.0, DTYPE), float("nan"))
             scale = tl.full([], 1.0, DTYPE)
             if scales is not None:
                 scale = tl.load(scales + 1)
             lse = maximum + tl.log(total)
-            token_loss = scale * weight * (nll + Z_LOSS * lse * lse)
+            if SMOOTHING != 0.0:
+                mean = tl.sum(tl.load(at + 3, mask=rank < RANKS, other=0.0), 0) / classes
+                ce = (1.0 - SMOOTHING) * ce + SMOOTHING * (lse - mean)
+            token_loss = scale * weight * (ce + Z_LOSS * lse * lse)
             if GRADIENT:
                 if UNDIVIDED:
                     scale = tl.full([], 1.0, DTYPE)
@@ -168,9 +186,9 @@ def _merge_kernel(logits, labels, stats, scales, loss, row_stride, first_row, nu
                 is_mine = (column >= 0) & (column < V)
                 column = tl.where(is_mine, column, 0)
                 z_label, cap_label = load_capped(row, column, V, V, SOFTCAP, 1.0, DTYPE, "", False)
-                write_gradient(row, row, None, weight, column, is_mine, z_label, cap_label, weight, maximum, total,
-                               None, scale, scale, None, V, END, 0.0, Z_LOSS, SOFTCAP, 1.0, DTYPE, PADDED, STAGES, R,
-                               AXIS)  # fmt: skip
+                write_gradient(row, row, None, weight * classes, column, is_mine, z_label, cap_label, weight, maximum,
+                               total, None, scale, scale, None, V, classes, END, SMOOTHING, Z_LOSS, SOFTCAP, 1.0,
+                               DTYPE, PADDED, STAGES, R, AXIS)  # fmt: skip
         elif GRADIENT:
             for start in range(0, V, R * 8):
                 columns = tile_columns(start, R, AXIS)
@@ -179,8 +197,8 @@ def _merge_kernel(logits, labels, stats, scales, loss, row_stride, first_row, nu
 
 
 def _gather(stats: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """stats [C, 3] of every rank, [n, C, 3]."""
-    gathered = stats.new_empty(group.size() * len(stats), 3)
+    """stats [C, S] of every rank, [n, C, S]."""
+    gathered = stats.new_empty(group.size() * len(stats), stats.shape[1])
     # torch 2.13 deprecates the older of the two names, which is the only one of torch 2.11.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(gathered, stats, group=group)
@@ -189,17 +207,18 @@ def _gather(stats: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_items: Tensor | None,
-    group: dist.ProcessGroup, first_id: int, share: int, options: Options, settings: Settings,
+    group: dist.ProcessGroup, first_id: int, classes: int, options: Options, settings: Settings,
     needs: tuple[bool, bool, bool], unrounded: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
     """(loss, [dx, dweight, dbias, factor]). The backward multiplies the gradients by the upstream one and `factor`.
 
-    share: the number of rows that each rank would have if all had the same. Each chunk is a collective, so that all
-    ranks must use the same chunks: their length follows from the share, not from the rows of this rank. unrounded:
-    dweight may be fp32. fp16 leaves the divisor of a mean to the backward, as `linear_cross_entropy` does.
+    classes: the size of the whole vocabulary. Each chunk is a collective, so that all ranks must use the same chunks:
+    their length follows from an equal share of the classes, not from the rows of this rank. unrounded: dweight may be
+    fp32. fp16 leaves the divisor of a mean to the backward, as `linear_cross_entropy` does.
     """
     undivided = settings.leaves_divisor(options.reduction, needs)
     sum_dtype, whole_bytes = settings.sum_dtype(weight), settings.workspace_bytes
+    share, smoothing = cdiv(classes, group.size()), options.label_smoothing
     if needs[1] and not undivided:  # one chunk needs no sum of dweight, and may take its memory
         whole_bytes += share * weight.shape[1] * (sum_dtype.itemsize - weight.itemsize)
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
@@ -213,14 +232,14 @@ def _run(
     gradients = Gradients(chunks, needs, sum_dtype, sum_dtype if undivided or unrounded else weight.dtype)
     for start, z in chunks.logits(workspace):
         programs, end, tiling = row_tiling(z, chunks.pitch, padded=True, twice=False, streams=1)
-        where = chunks.pitch, start, len(z), first_id, chunks.vocab, end
-        stats = loss.new_empty(len(z), 3)
-        launch(_statistics_kernel, (programs,), z, chunks.labels, stats, *where, options.ignore_index, options.softcap,
-               **tiling)  # fmt: skip
+        where = chunks.pitch, start, len(z), first_id, chunks.vocab
+        stats = loss.new_empty(len(z), 4 if smoothing else 3)
+        launch(_statistics_kernel, (programs,), z, chunks.labels, stats, *where, end, options.ignore_index, smoothing,
+               options.softcap, **tiling)  # fmt: skip
         stats = _gather(stats, group)
-        launch(_merge_kernel, (programs,), z, chunks.labels, stats, scales, loss, *where, len(stats),
-               next_power_of_2(len(stats)), options.ignore_index, options.z_loss, options.softcap, any(needs),
-               undivided, **tiling)  # fmt: skip
+        launch(_merge_kernel, (programs,), z, chunks.labels, stats, scales, loss, *where, classes, end, len(stats),
+               next_power_of_2(len(stats)), options.ignore_index, smoothing, options.z_loss, options.softcap,
+               any(needs), undivided, **tiling)  # fmt: skip
         gradients.add(chunks, start, z)
         del z
     place = chunks.place
@@ -232,11 +251,11 @@ def _run(
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x, weight, bias, labels, num_items, group, first_id, share, options, settings, backward_follows
+        ctx, x, weight, bias, labels, num_items, group, first_id, classes, options, settings, backward_follows
     ):  # fmt: skip
         needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
         unrounded = is_marked(weight) and weight.grad is not None
-        loss, gradients = _run(x, weight, bias, labels, num_items, group, first_id, share, options, settings, needs,
+        loss, gradients = _run(x, weight, bias, labels, num_items, group, first_id, classes, options, settings, needs,
                                unrounded)  # fmt: skip
         stash(ctx, gradients, weight)
         return loss
@@ -249,8 +268,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 def vocab_parallel_cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, *, group: dist.ProcessGroup, first_id: int,
-    vocab_size: int | None = None, bias: Tensor | None = None, ignore_index: int = -100, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: str = "mean", num_items_in_batch: int | Tensor | None = None,
+    vocab_size: int | None = None, bias: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
+    num_items_in_batch: int | Tensor | None = None,
     num_valid: int | None = None, accum_dtype: torch.dtype | None = torch.float32,
     workspace_bytes: int | None = None,
 ) -> Tensor:  # fmt: skip
@@ -266,9 +286,10 @@ def vocab_parallel_cross_entropy(
     backward of what gathered x (with sequence parallel, a reduce-scatter), or by an all-reduce. This holds where each
     rank runs the backward from its own copy of the loss, with the same upstream gradient.
 
-    reduction ("mean" or "sum"), num_items_in_batch, softcap, z_loss, ignore_index, num_valid, accum_dtype and
-    torch.autocast are as in `linear_cross_entropy`. workspace_bytes bounds a rank's logits workspace, which has 128
-    rows at least; None: 512 MiB. Either all ranks ask for the gradient of x, or none; the same holds for weight.
+    reduction ("mean" or "sum"), num_items_in_batch, softcap, z_loss, label_smoothing, ignore_index, num_valid,
+    accum_dtype and torch.autocast are as in `linear_cross_entropy`. workspace_bytes bounds a rank's logits workspace,
+    which has 128 rows at least; None: 512 MiB. Either all ranks ask for the gradient of x, or none; the same holds for
+    weight.
 
     The backward runs once, sends nothing and raises InputError under create_graph=True, also on a CPU, where this is
     `vocab_parallel_cross_entropy_reference`. A label that is in no shard makes the loss NaN on a GPU, and raises
@@ -277,11 +298,11 @@ def vocab_parallel_cross_entropy(
     if torch.compiler.is_compiling():  # decorating would import torch._dynamo, which takes a second
         return torch.compiler.disable(vocab_parallel_cross_entropy)(
             x, weight, labels, group=group, first_id=first_id, vocab_size=vocab_size, bias=bias,
-            ignore_index=ignore_index, z_loss=z_loss, softcap=softcap, reduction=reduction,
-            num_items_in_batch=num_items_in_batch, num_valid=num_valid, accum_dtype=accum_dtype,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
+            reduction=reduction, num_items_in_batch=num_items_in_batch, num_valid=num_valid, accum_dtype=accum_dtype,
             workspace_bytes=workspace_bytes,
         )  # fmt: skip
-    options = Options(ignore_index, 0.0, z_loss, softcap, reduction, False, False, False, False)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction, False, False, False, False)
     check_inputs("x", x, labels, weight.shape[0], None, num_items_in_batch, options)
     workspace_bytes = CHUNK_BYTES if workspace_bytes is None else workspace_bytes
     dtype = check_head(x, weight, bias, num_valid, accum_dtype, workspace_bytes)
@@ -291,12 +312,12 @@ def vocab_parallel_cross_entropy(
     if not use_triton(x):
         return vocab_parallel_cross_entropy_reference(
             x, weight, labels, group=group, first_id=first_id, vocab_size=vocab_size, bias=bias,
-            ignore_index=ignore_index, z_loss=z_loss, softcap=softcap, reduction=reduction,
-            num_items_in_batch=num_items_in_batch,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
+            reduction=reduction, num_items_in_batch=num_items_in_batch,
         )  # fmt: skip
     return _VocabParallelCrossEntropy.apply(
         last_dim_contiguous(x.reshape(-1, x.shape[-1])), weight, bias, labels.reshape(-1).contiguous(),
-        on_device(num_items_in_batch, x.device), group, first_id, cdiv(vocab_size, group.size()), options,
+        on_device(num_items_in_batch, x.device), group, first_id, vocab_size, options,
         Settings(num_valid, workspace_bytes, dtype, accum_dtype is not None), torch.is_grad_enabled(),
     )  # fmt: skip
 

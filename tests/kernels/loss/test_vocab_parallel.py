@@ -96,6 +96,13 @@ CASES = {
     "of weight alone": Case(trained=("weight",), shards=(60, 68)),
     "ignored rows dropped": Case(dict(num_valid=CHUNK), tokens=2 * CHUNK, ignored=0.8),
     "three ranks": Case(dict(softcap=4.0), shards=(33, 32, 30)),
+    "smoothed": Case(dict(label_smoothing=0.2)),
+    "smoothed, uneven, capped, with z-loss": Case(
+        dict(label_smoothing=0.3, softcap=4.0, z_loss=0.1, workspace_bytes=1),
+        tokens=CHUNK + 12,
+        shards=(33, 32, 30),
+    ),
+    "smoothed fp32": Case(dict(label_smoothing=0.1, reduction="sum"), dtype=torch.float32, shards=(60, 68)),
     "half precision, sums in chunks": Case(
         dict(reduction="sum", workspace_bytes=1), tokens=96, dtype=HALF, trained=("x", "weight")
     ),
@@ -263,6 +270,7 @@ def test_never_synchronises(tmp_path):
 BY_REFERENCE = {
     **{name: CASES[name] for name in (
         "mean", "sum, capped, with z-loss", "items", "uneven shards", "all ignored", "no tokens", "of weight alone",
+        "smoothed", "smoothed fp32",
     )},
     **{str(dtype): Case(dict(softcap=8.0), dtype=dtype) for dtype in (torch.float32, torch.bfloat16)},
 }  # fmt: skip
@@ -288,7 +296,7 @@ def meet(rank, folder, backend, names):
     dist.destroy_process_group()
 
 
-FEW = ["uneven shards of two lengths of chunk", "half precision, sums in chunks"]
+FEW = ["uneven shards of two lengths of chunk", "half precision, sums in chunks", "smoothed", "smoothed fp32"]
 
 
 @pytest.mark.parametrize("backend, names", [
