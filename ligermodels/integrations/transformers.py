@@ -11,14 +11,18 @@ classes have the same parameter names, so transformers' loader can fill our modu
 - `generate` takes transformers' generation_config and options, and raises for beams.
 - A tied `lm_head.weight` is the embedding's Parameter under a second name, as in transformers.
 
+`register()` makes transformers' own auto classes give these models, for scripts that one does not edit.
+
 `from_transformers(model)` makes a plain model of ours over the Parameters of a model of transformers.
 
-Written against modeling_utils.py and models/auto/auto_factory.py of transformers 5.23.
+Written against modeling_utils.py and models/auto/auto_factory.py of transformers 5.23, and run with 5.24.
 """
 
 import functools
 import inspect
 import json
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,8 +34,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _BaseAutoModelClass, _LazyAutoMapping
 
 from ligermodels.arch import ARCHS
 from ligermodels.arch.base import CausalLM, CausalLMOutput
@@ -44,14 +48,19 @@ from ligermodels.layers import LMHead
 from ligermodels.layers.linear import JointProjections
 
 _CAUSAL = {arch.config_class.architecture: arch for arch in ARCHS.values()}
-_SCORED = {
-    scored: arch
-    for name, arch in _CAUSAL.items()
-    if name.endswith("ForCausalLM")
-    and (scored := MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(arch.config_class.model_type))
-}
-"""{name of a class of transformers, and of the class made here: our class for its model_type}. Some have no class that
-scores texts, such as Qwen3.5 with experts."""
+_TEXT = {name: arch for name, arch in _CAUSAL.items() if name.endswith("ForCausalLM")}
+_IMAGES = {name: arch for name, arch in _CAUSAL.items() if name not in _TEXT}
+
+
+def _named(names: Mapping[str, Any], archs: Mapping[str, type[CausalLM]]) -> dict[str, type[CausalLM]]:
+    """{name of a class of transformers, and of the class made here: our class for its model_type}. names: those of
+    transformers by model_type, which lacks some, such as a classifier of Qwen3.5 with experts."""
+    return {names[kind]: arch for arch in archs.values() if (kind := arch.config_class.model_type) in names}
+
+
+_BASE = _named(modeling_auto.MODEL_MAPPING_NAMES, _CAUSAL)
+_SCORED = _named(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, _TEXT)
+_TAGGED = _named(modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, _TEXT)
 
 _OURS = {
     "activation_checkpointing_disable", "activation_checkpointing_enable", "device", "forward", "generate",
@@ -122,7 +131,7 @@ class _Model:
         """Raises CheckpointError where transformers would use random weights, except for a classifier's head."""
         PreTrainedModel._adjust_missing_and_unexpected_keys(self, loading_info)
         lacking = loading_info.missing_keys | {name for name, *_ in loading_info.mismatched_keys}
-        if lacking := sorted(lacking - {"score.weight"}):
+        if lacking := sorted(lacking - {"score.weight", "score.bias"}):
             raise CheckpointError(
                 f"{type(self).__name__} has {len(lacking)} parameters that the checkpoint lacks or has in another "
                 f"shape: {_some(lacking)}. Is it a partial copy, or without its head?"
@@ -234,12 +243,16 @@ def _logits(model: Any, x: Tensor) -> Tensor:
 
 
 class _SequenceClassifier(_Model):
+    has_bias: ClassVar[bool] = False
+
     def __init__(self: Any, config: Any):
         PreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.model = self._build(config).model
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=self.has_bias)
         nn.init.normal_(self.score.weight, std=config.initializer_range)
+        if self.has_bias:
+            nn.init.zeros_(self.score.bias)
         self.post_init()
 
     @property
@@ -251,27 +264,77 @@ class _SequenceClassifier(_Model):
         return False
 
 
+class _TokenClassifier(_SequenceClassifier):
+    has_bias = True
+
+    def __init__(self: Any, config: Any):
+        super().__init__(config)
+        given = [getattr(config, name, None) for name in ("classifier_dropout", "hidden_dropout")]
+        self.dropout = nn.Dropout(next((p for p in given if p is not None), 0.1))
+
+
+class _Base(_Model):
+    """A model without a head. It has the modules of a base model of ours, `_inner`, which runs them."""
+
+    def __init__(self: Any, config: Any):
+        PreTrainedModel.__init__(self, config)
+        vars(self)["_inner"] = inner = self._build(config).model
+        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            vars(self)[name] = vars(inner)[name]
+        self.post_init()
+
+    @property
+    def decoder(self: Any) -> nn.Module:
+        return getattr(self._inner, "language_model", self._inner)
+
+    @property
+    def base_model(self: Any) -> nn.Module:
+        return self
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return False
+
+    def _set_checkpointing(self: Any, settings: str | Mapping[str, Any]) -> None:
+        owner: Any = types.SimpleNamespace(model=self._inner, decoder=self.decoder)  # what this reads of a model
+        TrainerInterface._set_checkpointing(owner, settings)
+
+    def train(self: Any, mode: bool = True) -> Any:
+        self._inner.training = mode
+        return super().train(mode)
+
+    def forward(self: Any, *args: Any, **inputs: Any) -> CausalLMOutput:
+        """`BaseModel.forward`."""
+        return self._inner(*args, **inputs)
+
+
+_KINDS: Any = (
+    (_CAUSAL, _CausalLM), (_SCORED, _SequenceClassifier), (_TAGGED, _TokenClassifier), (_BASE, _Base),
+)  # fmt: skip
+
+
 @functools.cache
 def _class_of(name: str) -> type[PreTrainedModel]:
     """The class made of ours and of transformers' class `name`."""
-    arch: Any = (_CAUSAL | _SCORED)[name]
+    arch, first = next((archs[name], first) for archs, first in _KINDS if name in archs)
     theirs = getattr(transformers, name)
-    first, ours = (_SequenceClassifier, TrainerInterface) if name in _SCORED else (_CausalLM, arch)
+    ours = arch if first is _CausalLM else TrainerInterface
     # Ours stands before transformers' class in the order of bases, so its members win unless they are set here.
     defined = {member for cls in ours.__mro__[: -len(nn.Module.__mro__)] for member in vars(cls)}
     common = {member for member in defined & {*dir(theirs)} if not member.startswith("__")}
     members = {member: inspect.getattr_static(theirs, member) for member in common - _OURS - {*dir(first)}}
     members |= {"arch": arch, "config_class": theirs.config_class, "__module__": __name__}
-    if name in _CAUSAL:
+    if first is _CausalLM:
         members["forward"] = _with_logits_to_read(arch.forward)
     else:
-        members |= {"forward": _without_count(theirs.forward), "_no_split_modules": arch._no_split_modules}
+        forward = _Base.forward if first is _Base else _without_count(theirs.forward)
+        members |= {"forward": forward, "_no_split_modules": arch._no_split_modules}
     return type(name, (first, ours, theirs), members)
 
 
 def __getattr__(name: str) -> Any:
     """The classes by name, for pickle and imports."""
-    if name in _CAUSAL or name in _SCORED:
+    if any(name in archs for archs, _ in _KINDS):
         return _class_of(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -303,6 +366,12 @@ class _ByConfig(Mapping[type[PreTrainedConfig], type[PreTrainedModel]]):
         return len(self._names)
 
 
+class AutoModel(_BaseAutoModelClass):
+    """transformers' class of this name: a model without its head, whose output has `last_hidden_state`."""
+
+    _model_mapping = _ByConfig(_BASE)  # type: ignore[assignment]
+
+
 class AutoModelForCausalLM(_BaseAutoModelClass):
     """transformers' class of this name, for the architectures of ligermodels, with and without images.
 
@@ -320,6 +389,73 @@ class AutoModelForSequenceClassification(_BaseAutoModelClass):
     """transformers' class of this name, for text architectures: `score` of the last token that is not padding."""
 
     _model_mapping = _ByConfig(_SCORED)  # type: ignore[assignment]
+
+
+class AutoModelForTokenClassification(_BaseAutoModelClass):
+    """transformers' class of this name, for text architectures: `score` of every token."""
+
+    _model_mapping = _ByConfig(_TAGGED)  # type: ignore[assignment]
+
+
+class AutoModelForImageTextToText(_BaseAutoModelClass):
+    """transformers' class of this name: the architectures of `AutoModelForCausalLM` that read images."""
+
+    _model_mapping = _ByConfig(_IMAGES)  # type: ignore[assignment]
+
+
+_REGISTERED = (
+    "AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM",
+    "AutoModelForSequenceClassification", "AutoModelForTokenClassification",
+)  # fmt: skip
+
+
+class _Registered(_LazyAutoMapping):
+    """A mapping of transformers from configs to classes, with ours in place of those that have one of the same name."""
+
+    def __init__(self, theirs: _LazyAutoMapping):
+        vars(self).update(vars(theirs))  # its dicts are shared: what others register is seen by both
+        self.theirs = theirs
+
+    def __getitem__(self, config_class: Any) -> Any:
+        found = super().__getitem__(config_class)
+        name = getattr(found, "__name__", "")
+        arch = next((archs[name] for archs, _ in _KINDS if name in archs), None)
+        if arch is None or found is not getattr(transformers, name) or _has_other_order(arch) or _is_for_a_part():
+            return found
+        return _class_of(name)
+
+
+def register() -> None:
+    """Makes transformers' AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification and AutoModelForTokenClassification give our classes, in this process.
+
+    They have transformers' names and are subclasses of its classes. What they cannot do raises as said in this file;
+    `unregister` takes it back. These stay transformers': classes that are not in this file, such as those of other
+    families and `QuestionAnswering`; Qwen3-Next, whose rows have another order here; the parts that a model of
+    transformers builds for itself, such as the text model of LLaVA; and a class that is called by its own name, as TRL
+    does for a model given as text.
+    """
+    for auto in (getattr(transformers, name) for name in _REGISTERED):
+        if not isinstance(auto._model_mapping, _Registered):
+            auto._model_mapping = _Registered(auto._model_mapping)
+
+
+def unregister() -> None:
+    """Undoes `register`: the models that it made stay as they are."""
+    for auto in (getattr(transformers, name) for name in _REGISTERED):
+        if isinstance(auto._model_mapping, _Registered):
+            auto._model_mapping = auto._model_mapping.theirs
+
+
+def _is_for_a_part() -> bool:
+    """True while the constructor of a module of transformers runs, which builds a part of itself by an auto class."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        is_theirs = frame.f_globals.get("__name__", "").startswith("transformers.")
+        if is_theirs and frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def from_transformers(model: PreTrainedModel) -> CausalLM:
@@ -402,12 +538,16 @@ def _arch_of(model: Any) -> type[CausalLM]:
 
 def _check_order(arch: type[CausalLM]) -> None:
     """Raises InputError for a family whose rows have another order in memory than in every checkpoint of it."""
-    tables = arch.DISK_NAMES, *arch.OTHER_LAYOUTS
-    if all(any(isinstance(row, Rearranged) for row in table.values()) for table in tables):
+    if _has_other_order(arch):
         raise InputError(
             f"the rows of a {arch.__name__} have another order in memory than those of transformers' model: save that "
             "model, and load the folder with ligermodels.load"
         )
+
+
+def _has_other_order(arch: type[CausalLM]) -> bool:
+    tables = arch.DISK_NAMES, *arch.OTHER_LAYOUTS
+    return all(any(isinstance(row, Rearranged) for row in table.values()) for table in tables)
 
 
 def _config_of(config: PreTrainedConfig) -> ModelConfig:

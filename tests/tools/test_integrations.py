@@ -16,7 +16,15 @@ from ligermodels.checkpoint.weights import named_weights
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import graphs
 from ligermodels.integrations import transformers as bridge
-from ligermodels.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ligermodels.integrations.transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    register,
+    unregister,
+)
 from ligermodels.layers import moe
 from tests.arch import llama_vision, qwen2_vl, qwen3_vl, suite, test_glm4_moe, test_qwen3_next
 from tests.arch.suite import save_as_released
@@ -311,28 +319,191 @@ def test_quantised_bases(quantizable, tmp_path, name):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
-def test_classifier(folders, tmp_path, family):
-    theirs_class, pair = transformers.AutoModelForSequenceClassification, []
-    for loads, options in ((AutoModelForSequenceClassification, {}), (theirs_class, PLAIN)):
+@pytest.mark.parametrize("loads_ours", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_5_text"])
+def test_classifier(folders, tmp_path, family, loads_ours):
+    theirs_class, pair = getattr(transformers, loads_ours.__name__), []
+    is_of_tokens = loads_ours is AutoModelForTokenClassification
+    if is_of_tokens and family == "qwen3_5_text":
+        with pytest.raises(ValueError, match="Unrecognized configuration class"):
+            loads_ours.from_pretrained(folders[family])
+        return
+    config = transformers.AutoConfig.from_pretrained(folders[family], num_labels=3)
+    config.classifier_dropout = 0.0
+    for loads, options in ((loads_ours, {}), (theirs_class, PLAIN)):
         torch.manual_seed(0)  # of score, which the checkpoint lacks
-        pair.append(loads.from_pretrained(folders[family], num_labels=3, **options))
+        pair.append(loads.from_pretrained(folders[family], config=config, **options))
     ours, expected = pair
-    assert family != "llama" or torch.equal(ours.score.weight, expected.score.weight)
+    assert family != "llama" or is_of_tokens or torch.equal(ours.score.weight, expected.score.weight)
+    assert not is_of_tokens or (not ours.score.bias.any() and type(ours).from_config(ours.config).dropout.p == 0)
     ours.score.load_state_dict(expected.score.state_dict())  # loading Qwen3.5, transformers draws more numbers
     assert type(ours).__name__ == type(expected).__name__ and shapes(ours) == shapes(expected)
     assert not ours.can_generate() and ours._no_split_modules == set(ours.arch._no_split_modules)
     padded, mask = ids(), torch.ones(2, 12, dtype=torch.long)
     padded[1, 7:], mask[1, 7:] = 3, 0
     inputs = dict(input_ids=padded, attention_mask=mask)
-    torch.testing.assert_close(ours(**inputs).logits, expected(**inputs).logits, **CLOSE)
+    found, wanted = ours(**inputs).logits, expected(**inputs).logits
+    kept = mask.bool() if is_of_tokens else slice(None)  # what padding sees is anybody's choice
+    torch.testing.assert_close(found[kept], wanted[kept], **CLOSE)
     ours.gradient_checkpointing_enable()
-    assert ours(**inputs, labels=torch.tensor([2, 0]), num_items_in_batch=torch.tensor(2)).loss.isfinite()
-    compare_training(ours, expected, 1e-4, **inputs, labels=torch.tensor([2, 0]))
+    labels = (padded % 3).masked_fill(mask == 0, -100) if is_of_tokens else torch.tensor([2, 0])
+    assert ours(**inputs, labels=labels, num_items_in_batch=torch.tensor(2)).loss.isfinite()
+    compare_training(ours, expected, 1e-4, **inputs, labels=labels)
     ours.eval().save_pretrained(tmp_path)
-    compare(
-        theirs_class.from_pretrained(tmp_path, **PLAIN), AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    compare(theirs_class.from_pretrained(tmp_path, **PLAIN), loads_ours.from_pretrained(tmp_path))
+
+
+THEIR_TOKENS = transformers.AutoModelForTokenClassification
+
+
+def test_a_token_classifier_drops_what_the_config_says(folders):
+    for given, expected in ({"classifier_dropout": 0.3}, 0.3), ({"hidden_dropout": 0.2}, 0.2), ({}, 0.1):
+        config = transformers.AutoConfig.from_pretrained(folders["llama"])
+        vars(config).update(given)
+        models = (loads.from_config(config) for loads in (AutoModelForTokenClassification, THEIR_TOKENS))
+        assert [model.dropout.p for model in models] == [expected, expected]
+
+
+# AutoModel
+
+
+def their_base(folder):
+    return transformers.AutoModel.from_pretrained(folder, **PLAIN)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_its_head(folders, tmp_path, family):
+    """Hidden states and gradients; what is saved opens as theirs, and a copy computes with its own weights."""
+    ours, expected = AutoModel.from_pretrained(folders[family]), their_base(folders[family])
+    assert isinstance(ours, type(expected)) and type(ours).__name__ == type(expected).__name__
+    assert shapes(ours) == shapes(expected) and not ours.training and not ours.can_generate()
+    tokens, inputs = images(family)
+    results = [
+        model(input_ids=tokens, **inputs, output_hidden_states=family not in VISION) for model in (ours, expected)
+    ]
+    torch.testing.assert_close(*(output.last_hidden_state for output in results), **CLOSE)
+    for one, other in zip(*(output.hidden_states or () for output in results), strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+    for model, output in zip((ours, expected), results, strict=True):
+        state = output.last_hidden_state
+        (state * torch.cos(torch.arange(state.numel())).view(state.shape)).mean().backward()
+        assert model.train() is model and model.get_input_embeddings().weight.grad.any()
+    for name, parameter in expected.named_parameters():
+        found, wanted = ours.get_parameter(name).grad, parameter.grad
+        assert (found is None) == (wanted is None), name
+        assert found is None or (found - wanted).abs().max() <= 1e-4 * wanted.abs().max() + 1e-6, name
+    ours.zero_grad()
+    ours.gradient_checkpointing_enable()
+    again = ours(input_ids=tokens, **inputs, use_cache=False)
+    assert "past_key_values" not in again and ours.decoder.checkpointing.recompute == "block"
+    ours.eval().save_pretrained(tmp_path)
+    with torch.no_grad():
+        opened = their_base(tmp_path)(input_ids=tokens, **inputs).last_hidden_state
+        torch.testing.assert_close(opened, results[0].last_hidden_state, **CLOSE)
+        copied = copy.deepcopy(ours)
+        copied.get_input_embeddings().weight.zero_()
+        assert torch.equal(ours(input_ids=tokens, **inputs)[0], results[0].last_hidden_state)
+        assert not torch.equal(copied(input_ids=tokens, **inputs)[0], results[0].last_hidden_state)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_without_its_head_in_use(folders):
+    """A cache, embeddings in place of ids, more tokens, half precision, and a LoRA adapter."""
+    peft = pytest.importorskip("peft")
+    model = AutoModel.from_pretrained(folders["llama"])
+    tokens = ids()
+    with torch.no_grad():
+        whole = model(tokens).last_hidden_state
+        assert "past_key_values" in model(tokens) and "past_key_values" not in model.train()(tokens)
+        first = model.eval()(tokens[:, :7], use_cache=True)
+        rest = model(tokens[:, 7:], past_key_values=first.past_key_values)
+        torch.testing.assert_close(torch.cat([first[0], rest[0]], 1), whole, **CLOSE)
+        given = model(inputs_embeds=model.get_input_embeddings()(tokens), use_cache=False)
+        torch.testing.assert_close(given[0], whole, **CLOSE)
+        model.resize_token_embeddings(90)
+        assert torch.equal(model(tokens)[0], whole) and model(torch.tensor([[89]]))[0].shape == (1, 1, whole.shape[-1])
+        halved = model.to(torch.bfloat16)(tokens)
+        assert halved[0].dtype == torch.bfloat16 and (halved[0] - whole).abs().max() < 0.3
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="FEATURE_EXTRACTION", target_modules=["q_proj"]))
+    adapted(tokens)[0].sum().backward()
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.grad is not None]
+    assert trained and all("lora_" in name for name in trained)
+
+
+# register
+
+
+@pytest.fixture
+def registered():
+    register()
+    yield
+    unregister()
+
+
+AUTOS = [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_register_and_unregister(folders):
+    """A class that a script has imported before gives ours, then theirs again."""
+    loads = {ours.__name__: (getattr(transformers, ours.__name__), ours) for ours in AUTOS}
+    for _ in range(2):
+        register()
+        register()
+        for name, (auto, ours) in loads.items():
+            for model in (
+                auto.from_pretrained(folders["llama"]),
+                auto.from_config(ours.from_pretrained(folders["llama"]).config),
+            ):
+                assert type(model) is type(ours.from_pretrained(folders["llama"])), name
+        unregister()
+        unregister()
+        for auto, _ in loads.values():
+            assert type(auto.from_pretrained(folders["llama"])).__module__.startswith("transformers.")
+    for family in ("qwen3_vl", "mllama"):
+        register()
+        auto = transformers.AutoModelForImageTextToText
+        model = auto.from_pretrained(folders[family])
+        assert type(model) is type(AutoModelForImageTextToText.from_pretrained(folders[family]))
+        assert type(model) is type(transformers.AutoModelForMultimodalLM.from_pretrained(folders[family]))
+        unregister()
+        compare(model, theirs(folders[family]), family)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5"])
+def test_a_registered_model_is_theirs_in_numbers(folders, registered, family):
+    """Of Qwen3.5 with images, theirs is the text model alone: the same here."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders[family], attn_implementation="eager")
+    unregister()
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folders[family], **PLAIN)
+    assert type(model).__module__ == bridge.__name__ and type(model).__name__ == type(expected).__name__
+    compare(model, expected)
+    compare_training(model, expected, input_ids=ids(), labels=ids())
+
+
+def test_what_register_leaves_to_transformers(folders, tmp_path, registered, monkeypatch):
+    """Other families and heads, rows of another order, and parts that their models build for themselves."""
+    text = transformers.AutoConfig.for_model("llama", **SIZES)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
     )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=5)
+    llava = transformers.AutoModelForImageTextToText.from_config(config)
+    assert type(llava.model.language_model) is transformers.LlamaModel
+    answers = transformers.AutoModelForQuestionAnswering.from_config(text)
+    assert type(answers.transformer) is transformers.LlamaModel
+    gpt2 = transformers.AutoConfig.for_model("gpt2", n_embd=8, n_layer=1, n_head=1, vocab_size=9)
+    assert type(transformers.AutoModelForCausalLM.from_config(gpt2)) is transformers.GPT2LMHeadModel
+    folder = suite.write_checkpoint(test_qwen3_next.tiny(), tmp_path, norm=0.0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model) is transformers.Qwen3NextForCausalLM
+    # a trainer is no module: what a user's model_init loads in its constructor is ours
+    arguments = transformers.TrainingArguments(tmp_path / "out", use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(
+        model_init=lambda: transformers.AutoModelForCausalLM.from_pretrained(folders["llama"]), args=arguments
+    )
+    assert isinstance(trainer.model, ligermodels.Llama)
 
 
 def test_what_stays_in_fp32(tmp_path, monkeypatch):
