@@ -269,8 +269,8 @@ class _TokenClassifier(_SequenceClassifier):
 
     def __init__(self: Any, config: Any):
         super().__init__(config)
-        given = [getattr(config, name, None) for name in ("classifier_dropout", "hidden_dropout")]
-        self.dropout = nn.Dropout(next((p for p in given if p is not None), 0.1))
+        rates = [getattr(config, name, None) for name in ("classifier_dropout", "hidden_dropout")]
+        self.dropout = nn.Dropout(next((rate for rate in rates if rate is not None), 0.1))
 
 
 class _Base(_Model):
@@ -417,11 +417,11 @@ class _Registered(_LazyAutoMapping):
         self.theirs = theirs
 
     def __getitem__(self, config_class: Any) -> Any:
-        found = super().__getitem__(config_class)
-        name = getattr(found, "__name__", "")
+        theirs = super().__getitem__(config_class)
+        name = getattr(theirs, "__name__", "")
         arch = next((archs[name] for archs, _ in _KINDS if name in archs), None)
-        if arch is None or found is not getattr(transformers, name) or _has_other_order(arch) or _is_for_a_part():
-            return found
+        if arch is None or theirs is not getattr(transformers, name) or _has_other_order(arch) or _is_for_a_part():
+            return theirs
         return _class_of(name)
 
 

@@ -125,9 +125,9 @@ def is_clipped(
     return (lowest & (advantages < 0)) | ((ratio > highest) & (advantages > 0))
 
 
-def _where(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
+def _where(condition: Tensor, number: float, otherwise: float, like: Tensor) -> Tensor:
     """torch.where of two numbers, in the dtype of `like`, without a copy from the host."""
-    return torch.where(condition, like.new_full((), one), like.new_full((), other))
+    return torch.where(condition, like.new_full((), number), like.new_full((), otherwise))
 
 
 def _per_token(advantages: Tensor) -> Tensor:
