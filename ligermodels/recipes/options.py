@@ -80,6 +80,8 @@ class TrainOptions:
     skip_bad: bool = free_option(False, "leave out rows that cannot be read or train nothing, and count them")
     show: int = free_option(1, "number of examples to print, with what is trained marked", least=0)
     seed: int = option(0, "seed for shuffling and sampling", least=0, below=2**63)
+    deterministic: bool = free_option(
+        False, "the same bits in each run on the same GPUs, for some 9 % of the speed (of a 1B)")
 
     num_train_epochs: float | None = free_option(
         None, "passes over the data (default 1)", above=0, group="length of the run")

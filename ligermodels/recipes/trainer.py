@@ -49,7 +49,7 @@ from ligermodels.recipes.steps import (
     peak_memory,
     shard_batches,
 )
-from ligermodels.training import AdamW, CapturedStep, count_expert_loads, update_router_biases
+from ligermodels.training import AdamW, CapturedStep, count_expert_loads, deterministic, update_router_biases
 
 
 class Result(NamedTuple):
@@ -70,6 +70,8 @@ def train(recipe_class: type[Recipe], options: TrainOptions) -> Result:
     processes = run_folder.start_processes(options)
     try:
         with contextlib.ExitStack() as stack:
+            if options.deterministic:
+                stack.enter_context(deterministic())
             return Trainer(recipe_class, options, processes, stack).run()
     finally:
         if processes.mesh is not None and not had_group:

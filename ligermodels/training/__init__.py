@@ -7,6 +7,7 @@ from ligermodels.training.balancing import (
     update_router_biases as update_router_biases,
 )
 from ligermodels.training.capture import CapturedStep as CapturedStep
+from ligermodels.training.determinism import deterministic as deterministic
 from ligermodels.training.gradients import accumulate_in_place as accumulate_in_place
 from ligermodels.training.lora import (
     adapters_off as adapters_off,
