@@ -18,7 +18,7 @@ from typing import Any
 
 from ligermodels import __version__
 from ligermodels.checkpoint.files import write_errors
-from ligermodels.cli import bench, chat, checkpoints, doctor, evaluate, train
+from ligermodels.cli import bench, chat, checkpoints, doctor, evaluate, plan, train
 from ligermodels.cli.arguments import Parser, UsageError
 from ligermodels.cli.output import say, say_error
 from ligermodels.errors import LigermodelsError
@@ -75,7 +75,7 @@ def _discard_output() -> None:
 
 _MODULES: dict[str, Any] = {
     "generate": chat, "chat": chat, "train": train, "bench": bench, "inspect": checkpoints, "convert": checkpoints,
-    "verify": checkpoints, "eval": evaluate, "doctor": doctor,
+    "verify": checkpoints, "eval": evaluate, "doctor": doctor, "plan": plan,
 }  # fmt: skip
 
 
