@@ -18,7 +18,7 @@ Checked against: PEFT 0.21, tuners/lora/layer.py, utils/save_and_load.py and uti
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,15 @@ def size_of(options: Mapping[str, Any], module: str) -> tuple[int, float]:
 def scale_of(options: Mapping[str, Any], module: str) -> float:
     r, alpha = size_of(options, module)
     return alpha / (math.sqrt(r) if options.get("use_rslora") else r)
+
+
+def file_module(name: str, chosen: Iterable[str]) -> str:
+    """The module of PEFT's files for a weight of experts, such as model.layers.0.mlp.experts.down_proj.
+
+    PEFT wraps the experts once for each weight, gate_up_proj first. chosen: the weights that have an adapter.
+    """
+    experts, _, weight = name.rpartition(".")
+    return f"{experts}.base_layer" if weight == "gate_up_proj" and f"{experts}.down_proj" in chosen else experts
 
 
 def stack(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

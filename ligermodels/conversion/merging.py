@@ -3,16 +3,20 @@
 - checkpoint/adapters.py reads the files and computes the scale.
 - Tensors that modules_to_save and `bias` put into the file replace the base's.
 - fan_in_fan_out is for transposed layers (GPT-2). The zoo has none, and PEFT ignores it on other layers, as here.
+- Adapters of experts that are stacked in the file (target_parameters) go into experts in any layout on disk; adapters
+  that are one by one go into experts that are one by one.
 - DoRA and other variants are refused by name: nothing is merged approximately.
 
 Checked against: PEFT 0.21, tuners/lora/layer.py and utils/save_and_load.py.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
 from ligermodels.arch import CausalLM
@@ -24,10 +28,15 @@ from ligermodels.conversion.source import Source, View
 from ligermodels.errors import CheckpointError
 
 _HEAD = "lm_head.weight"
+_ROWS = 1024
+"""Rows, or experts, that are checked at a time: a base may have infinities of its own."""
 
 
 class _Patch(NamedTuple):
-    """A change of one tensor: scale * tensor [out, r] @ lora_a [r, in] is added; without lora_a, tensor replaces it."""
+    """A change of one tensor: scale * tensor [out, r] @ lora_a [r, in] is added; without lora_a, tensor replaces it.
+
+    For a tensor of E experts both factors have a first dim, E.
+    """
 
     tensor: Tensor
     lora_a: Tensor | None = None
@@ -35,7 +44,15 @@ class _Patch(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape) if self.lora_a is None else (self.tensor.shape[0], self.lora_a.shape[1])
+        return tuple(self.tensor.shape) if self.lora_a is None else (*self.tensor.shape[:-1], self.lora_a.shape[-1])
+
+    def added_to(self, old: Tensor) -> Tensor:
+        """The sum, in the dtype of `old`."""
+        assert self.lora_a is not None
+        if old.dim() == 2:
+            return adapters.merged(old, self.tensor, self.lora_a, self.scale)
+        each = zip(old, self.tensor, self.lora_a, strict=True)
+        return torch.stack([adapters.merged(w, b, a, self.scale) for w, b, a in each])
 
 
 class MergedSource(Source):
@@ -54,9 +71,11 @@ class MergedSource(Source):
         self._embedding = next(name for name in base.headers if name.endswith("embed_tokens.weight"))
         self._aliases = _aliases(base.model)
         on_disk = weights.regions(base.model, base.model.DISK_NAMES)
-        self._transposed = {region.source for region in on_disk if region.transposed}
+        self._rearranged = {
+            region.source for region in on_disk if region.transposed or (region.order is not None and region.dim)
+        }
         self._patches: dict[str, _Patch] = {}
-        options = read_options(adapter_folder)
+        options = read_options(adapter_folder, computed=frozenset({"target_parameters"}))
         for name, patch in self._read_patches(options, read_tensors(adapter_folder, allow_pickle=allow_pickle)).items():
             self._add(name, patch)
         self.headers: dict[str, TensorInfo] = dict(base.headers)
@@ -91,10 +110,10 @@ class MergedSource(Source):
             self._check_finite(name, merged)
             return merged
         old = self.base.read(base_name)
-        merged = adapters.merged(old, patch.tensor, patch.lora_a, patch.scale)
-        for rows in adapters.row_chunks(old):
-            if old[rows].isfinite().all():
-                self._check_finite(name, merged[rows])
+        merged = patch.added_to(old)
+        for before, after in zip(old.split(_ROWS), merged.split(_ROWS), strict=True):
+            if before.isfinite().all():
+                self._check_finite(name, after)
         return merged
 
     def _fail(self, what: str, likely: str) -> NoReturn:
@@ -114,7 +133,7 @@ class MergedSource(Source):
         for key, tensor in tensors.items():
             name = key.removeprefix(PREFIX)
             if match := FACTOR.fullmatch(name):
-                pair = halves.setdefault(match["module"].replace(".base_layer", ""), {})
+                pair = halves.setdefault(match["module"], {})
                 # For an embedding, A is [r, vocab] and B [hidden, r], and (B A)^T is added.
                 swapped = {"A": "B", "B": "A"}[match["half"]]
                 pair |= {swapped: tensor.T} if match["embedding"] else {match["half"]: tensor}
@@ -123,7 +142,9 @@ class MergedSource(Source):
             else:
                 name = re.sub(r"\.base_layer\b|\.modules_to_save(\.default)?\b", "", name)
                 patches[name] = _Patch(tensor)
-        for module, pair in halves.items():
+        patches |= self._experts_patches(options, halves)
+        for wrapped, pair in halves.items():
+            module = wrapped.replace(".base_layer", "")
             if len(pair) < 2:
                 self._fail(f"{module} has one of lora_A and lora_B alone", "a partial copy of the adapter")
             lora_a, lora_b = pair["A"], pair["B"]
@@ -136,14 +157,47 @@ class MergedSource(Source):
             self._fail("it holds no tensors", "a training run that saved none, as under FSDP or ZeRO-3")
         return patches
 
+    def _experts_patches(
+        self, options: Mapping[str, Any], halves: dict[str, dict[str, Tensor]]
+    ) -> dict[str, _Patch]:  # fmt: skip
+        """{name on disk: patch} of the stacked weights in target_parameters. Takes their factors out of `halves`."""
+        model, ends = self.base.model, [end for end in options.get("target_parameters") or () if ".weight" not in end]
+        shapes = {name: tuple(weight.shape) for name, weight in weights.named_weights(model)}
+        chosen = [name for name in shapes if any(f".{name}".endswith(f".{end}") for end in ends)]
+        if unknown := [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in shapes)]:
+            self._fail(
+                f"target_parameters names {unknown[0]}, which is not in the base", "the adapter of another model"
+            )
+        patches = {}
+        for name in chosen:
+            experts, rows, columns = shapes[name]
+            r, alpha = adapters.size_of(options, name)
+            pair = halves.pop(adapters.file_module(name, chosen), {})
+            expected = {"A": (r * experts, columns), "B": (rows, r * experts)}
+            if (stored := {half: tuple(tensor.shape) for half, tensor in pair.items()}) != expected:
+                self._fail(
+                    f"the adapter of {name} has {stored}, expected {expected} by {CONFIG} and the base",
+                    "the adapter of a model with other experts, or a partial copy",
+                )
+            a, b = pair["A"].unflatten(0, (experts, r)), pair["B"].unflatten(1, (r, experts)).permute(2, 0, 1)
+            scale = alpha / (math.sqrt(r) if options.get("use_rslora") else r)
+            for region in weights.regions(model, model.DISK_NAMES):
+                if region.param == name:
+                    expert = region.index[:1]  # () for a tensor of all experts
+                    patches[region.source] = _Patch(b[region.index], a[expert], scale)
+        return patches
+
     def _add(self, name: str, patch: _Patch) -> None:
         """Adds the patch of the base's tensor that has this name in any layout of the architecture."""
         is_known = name in self.base.headers or (name == _HEAD and self.base.model.tied_weights)
         source = name if is_known else self._aliases.get(name)
         if source is None:
             self._fail(f"the base has no {name}", "the adapter of another model, or of a part that has no weights here")
-        if patch.lora_a is not None and source in self._transposed:
-            self._fail(f"{source} is transposed on disk", "an adapter that was trained on a model in another layout")
+        if patch.lora_a is not None and source in self._rearranged:
+            self._fail(
+                f"{source} is transposed on disk, or its columns are in another order",
+                "an adapter that was trained on a model in another layout",
+            )
         if source in self._patches:
             self._fail(f"{source} is changed twice", "adapters of two layouts in one file")
         self._patches[source] = patch

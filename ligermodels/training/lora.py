@@ -400,17 +400,11 @@ def _stacked(
     return {name: place for name, place in candidates.items() if name in chosen}
 
 
-def _file_module(name: str, chosen: Iterable[str]) -> str:
-    """The module of PEFT's files for an adapted weight of experts: PEFT wraps gate_up_proj first, then down_proj."""
-    experts, _, weight = name.rpartition(".")
-    return f"{experts}.base_layer" if weight == "gate_up_proj" and f"{experts}.down_proj" in chosen else experts
-
-
 def _file_name(name: str, experts: Iterable[str]) -> str:
     """The name in PEFT's files, without its prefix, of a parameter of an adapter."""
     weight, is_of_experts, rest = name.partition("_adapter.lora_")
     if is_of_experts:
-        return f"{_file_module(weight, experts)}.lora_{rest}"
+        return f"{adapters.file_module(weight, experts)}.lora_{rest}"
     return name.replace("magnitude_vector.weight", "magnitude_vector")
 
 
@@ -460,7 +454,11 @@ def _take_experts(
         if key in named:
             r, alpha = adapters.size_of(options, key)
             a, b = _pair(
-                folder, key, parts.pop(_file_module(key, named), {}), (r * experts, columns), (rows, r * experts)
+                folder,
+                key,
+                parts.pop(adapters.file_module(key, named), {}),
+                (r * experts, columns),
+                (rows, r * experts),
             )
             factors[key] = a, b, r, alpha
         elif any(expert in parts for part in modules for expert in part):

@@ -48,7 +48,7 @@ IDS = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(0))
 
 def make(family="llama", dtype=torch.float32, **changes):
     model = ARCHS[family].from_config(
-        {**CONFIG, "model_type": family, **FAMILIES[family], **changes}, dtype=dtype, device="cpu", seed=0
+        {**CONFIG, "model_type": family, **FAMILIES.get(family, {}), **changes}, dtype=dtype, device="cpu", seed=0
     )
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):

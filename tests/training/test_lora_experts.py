@@ -10,10 +10,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ligermodels import CheckpointError, InputError
+from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion.layouts import FolderSource
 from ligermodels.conversion.merging import MergedSource
 from ligermodels.conversion.source import View
 from ligermodels.training import adapters_off, add_lora, load_adapter, merge_lora, save_adapter
+from tests.arch.test_qwen3_5_moe import tiny
 from tests.conversion.layouts import same, stored
 from tests.quantized import with_quantized_experts
 from tests.training.test_lora import IDS, adapted, logits, make
@@ -216,6 +218,37 @@ def test_only_the_adapters_are_trained_also_over_4_bits():
 def test_what_add_lora_refuses(options, message):
     with pytest.raises(InputError, match=message):
         add_lora(make("mixtral"), **options)
+
+
+STACKED = {"qwen3_5_moe_text": tiny()}
+"""Experts that are one tensor on disk."""
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", *STACKED])
+@NAMED
+def test_convert_merges_what_merge_lora_merges(tmp_path, family, names):
+    """To the bit."""
+    model = adapted(family, targets=["q_proj"], target_parameters=names, rslora=True, sizes=STACKED.get(family))
+    save_adapter(model, tmp_path / "adapter")
+    make(family, **STACKED.get(family, {})).save_pretrained(tmp_path / "base")
+    merge_lora(model).save_pretrained(tmp_path / "merged")
+    source = MergedSource(View(FolderSource(tmp_path / "base")), tmp_path / "adapter")
+    wanted = stored(tmp_path / "merged")
+    assert source.headers.keys() == wanted.keys()
+    assert all(same_bits(source.read(name), wanted[name]) for name in wanted)
+
+
+def test_what_convert_refuses_of_stacked_adapters(tmp_path):
+    save_adapter(adapted("mixtral", target_parameters=BOTH), tmp_path / "adapter")
+    for experts, base in ((4, "base"), (6, "other")):
+        make("mixtral", num_local_experts=experts).save_pretrained(tmp_path / base)
+    with pytest.raises(CheckpointError, match=r"(?s)experts\.gate_up_proj has .*16.* expected .*24.*other experts"):
+        MergedSource(View(FolderSource(tmp_path / "other")), tmp_path / "adapter")
+    options = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    for changes, message in ((dict(target_parameters=["experts.w1"]), "experts.w1"), (dict(r=3), "expected")):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**options, **changes}))
+        with pytest.raises(CheckpointError, match=message):
+            MergedSource(View(FolderSource(tmp_path / "base")), tmp_path / "adapter")
 
 
 def test_what_load_adapter_refuses(tmp_path):
