@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.cards import charts, pages, tables
 from benchmarks.cards.families import families
-from benchmarks.cards.records import LOWER_IS_BETTER, Measurement, measurements, newest, records
+from benchmarks.cards.records import LOWER_IS_BETTER, Measurement, is_ours, measurements, newest, records
 from benchmarks.harness import ROOT
 
 FIGURES = "docs/models/figures.json"
@@ -114,7 +114,7 @@ def changes(before: Figures, after: Figures) -> tuple[list[str], int]:
     """(a line for each figure that has changed by 1 % or more, appeared or gone; how many of ours fell by 5 % or went)."""
     lines, worse = [], 0
     for key in sorted(before.keys() | after.keys()):
-        ours = is_ours(key)
+        ours = is_ours(key.rpartition(" | ")[2])
         if key not in after:
             lines.append(f"gone      {key}")
             worse += ours
@@ -132,12 +132,10 @@ def changes(before: Figures, after: Figures) -> tuple[list[str], int]:
                 if abs(change) >= SHOWN:
                     falls = ours and fell >= FALL
                     worse += falls
-                    lines.append(f"{'WORSE' if falls else 'changed':9} {key}: {name} {old:,g} is now {new:,g} ({change:+.1%})")
+                    lines.append(
+                        f"{'WORSE' if falls else 'changed':9} {key}: {name} {old:,g} is now {new:,g} ({change:+.1%})"
+                    )
     return lines, worse
-
-
-def is_ours(key: str) -> bool:
-    return key.rpartition(" | ")[2].split("+")[0].split("-")[0] in ("ligermodels", "captured", "host")
 
 
 def _words(values: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.cards.tables import Comparison, baseline_name, gib, model_name, number, shape
 
-WIDTH, ROW, TOP = 9.0, 0.6, 0.62
+WIDTH, ROW, TOP = 9.0, 0.54, 0.54
 """Inches."""
 
 
@@ -104,7 +104,7 @@ def draw(drawn: Sequence[dict[str, Any]], theme: Theme) -> str:
                 _value(memory, y + at, value, gib(value), "", color, theme)
         top = 1 - 0.2 / height
         figure.text(0.225, top, "tokens/s", color=theme.text, weight="bold", va="center", size=10)
-        figure.text(0.305, top, "bars: the strongest peer is 1", color=theme.muted, va="center", size=8.5)
+        figure.text(0.302, top, "bars are relative to the strongest peer", color=theme.muted, va="center", size=8.5)
         figure.text(0.735, top, "peak GiB", color=theme.text, weight="bold", va="center", size=10)
         figure.text(0.008, top, "ligermodels", color=theme.ours, weight="bold", va="center", size=10)
         figure.text(0.008, top - 0.2 / height, "strongest peer", color=theme.muted, va="center", size=9)
@@ -136,4 +136,3 @@ def _value(axes: Any, y: float, end: float, value: str, then: str, color: str, t
     if then:
         offset = 4 + 5.9 * len(value) + 6
         axes.annotate(then, (end, y), (offset, 0), color=theme.text if ours else theme.muted, **place)
-

@@ -69,8 +69,11 @@ class Family:
         if not path.startswith("tests/arch/"):
             return re.search(rf"\[(?:.*-)?{self.model_type}(?:-.*)?\]$", parts[-1]) is not None
         module = ROOT / path
-        named = getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), parts[0], None) if (
-            module.exists()) else None  # a record may be of a file that has gone
+        named = (
+            getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), parts[0], None)
+            if (module.exists())
+            else None
+        )  # a record may be of a file that has gone
         arch = getattr(named, "arch", None)
         return path in self.tests if arch is None else arch is self.arch
 

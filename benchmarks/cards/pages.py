@@ -74,9 +74,9 @@ def what(row: Measurement) -> str:
     if row.kind == "rollout":
         return f"{name}, a GRPO step, {shape(row)}"
     trained = "QLoRA (nf4)" if row.trained == "nf4" else "LoRA" if row.trained == "lora" else "all weights"
-    policy = "" if row.recompute == "none" else f", {tables.recomputed(row)} recomputed"
-    gpus = f" a GPU, FSDP2 on {row.device.replace(' x ', ' ')}s" if row.kind == "gpus" else ""
-    return f"{name}, {trained}, {shape(row)}{gpus}{policy}"
+    first, _, rest = tables.recomputed(row).partition(";")
+    policy = "" if row.recompute == "none" else f", {first} recomputed{rest and ','}{rest}"
+    return f"{name}, {trained}, {shape(row)}{policy}"
 
 
 def value(row: Measurement | None) -> str:
@@ -96,7 +96,8 @@ def headline_table(found: Sequence[Comparison], up: str) -> str:
     for one in headlines(found):
         peer = f"{value(one.peer)} ({baseline_name(one.peer)})" if one.peer else "not measured"
         ratio = times(one.speedup) + (f", {times(one.memory)}" if one.memory else "")
-        rows.append([what(one.ours), f"**{value(one.ours)}**", peer, ratio, percent(tables.mfu(one.ours)),
+        gpus = f", {one.ours.device.replace(' x ', ' ')}s" if one.ours.kind == "gpus" else ""
+        rows.append([what(one.ours) + gpus, f"**{value(one.ours)}**", peer, ratio, percent(tables.mfu(one.ours)),
                      link(one.ours.record, up, "record")])  # fmt: skip
     titles = ["case", "ligermodels", "strongest peer", "speed, memory", "MFU", " "]
     return table([*titles[:-1], "  "], rows)
@@ -116,9 +117,9 @@ def card(family: Family, found: Sequence[Comparison], rows: Sequence[Measurement
     up = "../../"
     ours = [one for one in found if one.ours.family == family.model_type]
     parts = [
-        f"# {family.arch.__name__}", NOTICE, f"{family.title}.",
-        wrap(f"model_type `{family.model_type}`, class `ligermodels.{family.arch.__name__}`, "
-             f"[{family.file}]({up}{family.file}). " + _relatives(family)),
+        f"# `ligermodels.{family.arch.__name__}`", NOTICE, f"{family.title}.",
+        wrap(f"model_type of config.json: `{family.model_type}`; code: [{family.file}]({up}{family.file}). "
+             + _relatives(family)),
         "## Sizes", _sizes(family),
         "## Parity", _parity(family, up),
     ]  # fmt: skip
@@ -172,12 +173,27 @@ def _parity(family: Family, up: str) -> str:
     gpu = (
         f"On a GPU ([gpu.json]({up}benchmarks/results/gpu.json): {env['device']}, torch {env['torch']}, triton "
         f"{env['triton']}, transformers {env['transformers']}, commit {env['commit']}, {env['date'][:10]}), "
-        + ("no test of this family failed" if not failed else f"{len(failed)} tests of this family failed")
-        + (f" and {len(missed)} were not reached." if missed else " and all were reached.")
+        + f"{_count(failed)} of this family failed, and {_count(missed)} {'was' if len(missed) == 1 else 'were'} not "
+        "reached."
     )
-    shown = "\n".join(f"- {kind}: `{test.partition('::')[2]}`" for kind, tests in (("failed", failed),
-                      ("not reached", missed)) for test in tests)  # fmt: skip
-    return wrap(text) + "\n\n" + wrap(gpu) + (f"\n\n{shown}" if shown else "")
+    shown = [wrap(f"- {kind}: `{name}`{which}", "  ") for kind, tests in (("failed", failed), ("not reached", missed))
+             for name, which in _grouped(tests)]  # fmt: skip
+    if failed and run.get("note"):
+        shown.append(wrap(f"- Note of the record: {run['note']}", "  "))
+    return "\n\n".join([wrap(text), wrap(gpu), *(["\n".join(shown)] if shown else [])])
+
+
+def _count(tests: Sequence[str]) -> str:
+    return f"{len(tests) or 'no'} test{'s' * (len(tests) != 1)}"
+
+
+def _grouped(tests: Sequence[str]) -> list[tuple[str, str]]:
+    """(a test's file and name, the parameters of all of its cases)."""
+    cases: dict[str, list[str]] = {}
+    for test in tests:
+        name, _, parameters = test.rpartition("/")[2].partition("[")
+        cases.setdefault(name, []).append(parameters.removesuffix("]"))
+    return [(name, f": {', '.join(values)}" if any(values) else "") for name, values in cases.items()]
 
 
 def _measured(chosen: Sequence[Comparison], rows: Sequence[Measurement], used: dict[str, Record]) -> str:
@@ -185,9 +201,10 @@ def _measured(chosen: Sequence[Comparison], rows: Sequence[Measurement], used: d
     groups: dict[str, list[list[str]]] = {}
     newest = {row.key: row for row in rows if row.figures}
     for one in chosen:
-        later = [row for key, row in newest.items() if row.measured == one.ours.measured and row.is_ours
-                 and row.record.date > one.ours.record.date]  # fmt: skip
-        for row in (*(row for row in one.all if row.is_ours), *later, *(row for row in one.all if not row.is_ours)):
+        here = {row.key for row in one.all}
+        others = [row for key, row in newest.items() if row.measured == one.ours.measured and (
+            key not in here or (row.is_ours and row.record.date > one.ours.record.date))]  # fmt: skip
+        for row in sorted((*one.all, *others), key=lambda row: not row.is_ours):
             used[row.record.name] = row.record
             title = f"{model_name(row.model)}" + (f", {tables.TRAINED[row.trained]}" if row.kind != "decode" and (
                 row.trained in tables.TRAINED) else "")  # fmt: skip
@@ -275,8 +292,10 @@ def _unchecked(family: Family, ours: Sequence[Comparison], rows: Sequence[Measur
         points.append("Speed and memory: no record has a model of this family.")
     elif missing:
         points.append(f"Speed and memory of {' and of '.join(missing)}.")
-    if alone := sorted({what(one.ours) for one in ours if one.peer is None and one.ours.kind in ("train", "decode")}):
-        points.append(f"A peer beside: {'; '.join(alone)}.")
+    for kind, name in (("train", "training"), ("decode", "decoding")):
+        cases = [one for one in ours if one.ours.kind == kind]
+        if alone := sum(one.peer is None for one in cases):
+            points.append(f"A peer beside {alone} of the {len(cases)} cases of {name} above.")
     if ours:
         gpus = sorted({one.ours.device.rpartition(" ")[2] for one in ours})
         points.append(f"Speed on GPUs other than {' and '.join(gpus)}.")
@@ -313,7 +332,7 @@ def index(found: Sequence[Comparison]) -> str:
              + ", ".join(properties()) + "."),
         wrap(f"The last complete run on a GPU: {env['device']}, torch {env['torch']}, triton {env['triton']}, commit "
              f"{env['commit']}, {env['date'][:10]}: {run['passed']:,} passed, {run['failed']} failed, {run['skipped']} "
-             f"skipped, {len(run['not reached'])} not reached."),
+             f"skipped, {len(run['not reached'])} not reached. {run.get('note', '')}"),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
@@ -336,8 +355,7 @@ no softcap. LoRA has rank 16 on all projections; PEFT runs as TRL runs it.
     "command": "`ligermodels train sft` beside TRL's SFTTrainer with packing, on rows of 200 tokens on average.",
     "longest": "The longest sequence of one row that trains in the given memory.",
     "gpus": """
-FSDP2, tensor parallel (tp) and context parallel (cp); tokens/s and peak GiB of each GPU. "whole": blocks are not resharded
-after the forward. [distributed.md](distributed.md#measured) has communication times and says more.
+Tokens/s and peak GiB of each GPU. "Not resharded": FSDP2 keeps the blocks whole from the forward to the backward. [distributed.md](distributed.md#measured) has communication times and says more.
 """,
     "decode": """
 Greedy, tokens/s of all rows together. Ours runs as a CUDA graph, as `generate` and `chat` do. "of the limit": of the
@@ -410,9 +428,11 @@ def _kernels(record: Record, up: str) -> str:
         cells = [[row["shape"], row["baseline"], *(number(row[name]) if row.get(name) is not None else ""
                   for name in columns)] for row in rows]  # fmt: skip
         parts.append(table(["shape", "baseline", *columns], cells, right=2))
-    device = record.environment["device"].removeprefix("NVIDIA ")
-    note = f" {record.contents['note'][:1].upper()}{record.contents['note'][1:]}." if record.contents.get("note") else ""
-    return "\n\n".join([wrap(f"Device time on one {device} ({link(record, up, 'record')}).{note}"), *parts])
+    device, date = record.environment["device"].removeprefix("NVIDIA "), record.date[:10]
+    note = (
+        f" {record.contents['note'][:1].upper()}{record.contents['note'][1:]}." if record.contents.get("note") else ""
+    )
+    return "\n\n".join([wrap(f"Device time on one {device}, {date} ({link(record, up, 'record')}).{note}"), *parts])
 
 
 # README.md

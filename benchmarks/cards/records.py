@@ -80,7 +80,7 @@ class Measurement:
 
     @property
     def is_ours(self) -> bool:
-        return re.split(r"[+:-]", self.baseline)[0] in ("ligermodels", "captured", "host")
+        return is_ours(self.baseline)
 
     @property
     def device(self) -> str:
@@ -106,7 +106,13 @@ class Measurement:
             return MODELS[whole].config["model_type"]
         if (start := self.model.split("-")[0]) in FAMILY_OF:
             return FAMILY_OF[start]
-        raise ValueError(f"{self.record.name}: the model {self.model} is of no family; add it to benchmarks.train_cases")
+        raise ValueError(
+            f"{self.record.name}: the model {self.model} is of no family; add it to benchmarks.train_cases"
+        )
+
+
+def is_ours(baseline: str) -> bool:
+    return re.split(r"[+:-]", baseline)[0] in ("ligermodels", "captured", "host")
 
 
 def records(folder: Path = RESULTS) -> list[Record]:
@@ -219,7 +225,9 @@ def _of_several_gpus(row: Mapping[str, Any], figures: dict[str, Any], common: di
     options = (rest or "").replace("tp 2", "tp").replace("cp 2", "cp").split(", ")
     known = distributed.CASES.get(row["case"].replace(" 2", "") if rest in ("tp 2", "cp 2") else row["case"], {})
     told = known.get("recompute", "none")
-    recompute = next((name for name in options if name.startswith(RECOMPUTED)), told if isinstance(told, str) else "none")
+    recompute = next(
+        (name for name in options if name.startswith(RECOMPUTED)), told if isinstance(told, str) else "none"
+    )
     case = ", ".join([shape, *(name for name in options if name and name != recompute)])
     if "tokens_per_s" in row:
         figures = {**figures, "tokens/s": row["tokens_per_s"]}

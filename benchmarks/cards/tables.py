@@ -149,14 +149,22 @@ def shape(row: Measurement) -> str:
     if row.kind == "rollout":
         prompts, group, prompt, new = re.split(r"[x+]", row.case)
         return f"{prompts} prompts of {prompt} x {group} completions of {new}"
-    return re.sub(r"\d{4,}", lambda number: number[0] if len(number[0]) < 5 else f"{int(number[0]):,}", row.case)
+    shown = re.sub(r"\d{5,}", lambda number: f"{int(number[0]):,}", row.case)
+    if row.kind != "gpus":
+        return shown
+    size, *options = shown.split(", ")
+    known = {"tp": "tensor parallel", "cp": "context parallel", "whole": "not resharded", "one GPU": "on one GPU alone"}
+    one = {"tp", "cp"} & {*options}
+    how = [] if one or "one GPU" in options else ["FSDP2"]
+    return ", ".join([size if one else f"{size} a GPU", *how, *(known.get(name, name) for name in options)])
 
 
 TRAINED = {"full": "all weights", "lora": "LoRA of rank 16", "nf4": "QLoRA of rank 16 (nf4)"}
 
 
 def recomputed(row: Measurement) -> str:
-    names = {"none": "nothing", "mlp": "MLPs", "block": "blocks", "mlp offloaded": "MLPs, the rest offloaded"}
+    """What the backward recomputes, for a column of that title."""
+    names = {"none": "nothing", "mlp": "MLPs", "block": "blocks", "mlp offloaded": "MLPs; the rest is offloaded"}
     return names.get(row.recompute, row.recompute)
 
 
