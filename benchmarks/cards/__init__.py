@@ -1,1 +1,1 @@
-"""README's table, docs/results.md, docs/models and the charts, written from the records: `python -m benchmarks.cards`."""
+"""README's tables, docs/results.md, docs/models and the chart, from the records: `python -m benchmarks.cards`."""

@@ -4,8 +4,8 @@
     python -m benchmarks.cards --check    # is all as it would be written? Exit status 1 if not; writes nothing
 
 It prints each figure that has changed by 1 % or more beside docs/models/figures.json, the figures that were written
-last. If one of ours is worse by 5 % or more, or has gone, it writes nothing and the exit status is 1, unless --accept is
-given. Needs the extra `test`, and matplotlib for the charts.
+last. If one of ours is worse by 5 % or more, or has gone, it writes nothing and the exit status is 1, unless --accept
+is given. Needs the extra `test`, and matplotlib for the charts.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def _compared(row: Measurement) -> tuple[str, ...]:
 
 
 def changes(before: Figures, after: Figures) -> tuple[list[str], int]:
-    """(a line for each figure that has changed by 1 % or more, appeared or gone; how many of ours fell by 5 % or went)."""
+    """(a line for each figure that changed by 1 % or more, appeared or went; how many of ours fell by 5 % or went)."""
     lines, worse = [], 0
     for key in sorted(before.keys() | after.keys()):
         ours = is_ours(key.rpartition(" | ")[2])

@@ -24,7 +24,7 @@ COUNTED = {
     "gemma4": ("test_gemma4_vl", "count"), "qwen3_5": ("test_qwen3_vl", "count"),
     "qwen3_5_moe": ("test_qwen3_5_moe", "whole"), "qwen3_5_moe_text": ("test_qwen3_5_moe", "text"),
 }  # fmt: skip
-"""model_type -> a module of tests/arch whose test_exact_number_of_parameters counts it, and the argument that says so."""
+"""model_type -> the module of tests/arch whose test_exact_number_of_parameters counts it, and the argument's name."""
 RELEASED = {"llama": "SmolLM2-135M-Instruct, its weights from GGUF"}
 """Families of which the weights of a released model are tested (tests/real_files.py unpacks it)."""
 
@@ -115,9 +115,8 @@ def _suites() -> dict[str, list[type]]:
     for path in sorted((ROOT / "tests" / "arch").glob("test_*.py")):
         for name, value in vars(importlib.import_module(f"tests.arch.{path.stem}")).items():
             arch = getattr(value, "arch", None)
-            if name.startswith("Test") and arch in ARCHS.values() and getattr(value, "TINY", None):
-                if value not in found[arch.config_class.model_type]:
-                    found[arch.config_class.model_type].append(value)
+            if name.startswith("Test") and arch in ARCHS.values() and value not in found[arch.config_class.model_type]:
+                found[arch.config_class.model_type].append(value)
     return found
 
 

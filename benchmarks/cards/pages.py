@@ -57,7 +57,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: int = 1) 
     """Markdown; columns from the `right`-th on are aligned to the right, unless their title ends in a space."""
     sides = ["---:" if i >= right and not title.endswith(" ") else "---" for i, title in enumerate(titles)]
     lines = [[title.strip() for title in titles], sides, *rows]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
+    return "\n".join(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |") for line in lines)
 
 
 def percent(share: float | None) -> str:
@@ -99,8 +99,7 @@ def headline_table(found: Sequence[Comparison], up: str) -> str:
         gpus = f", {one.ours.device.replace(' x ', ' ')}s" if one.ours.kind == "gpus" else ""
         rows.append([what(one.ours) + gpus, f"**{value(one.ours)}**", peer, ratio, percent(tables.mfu(one.ours)),
                      link(one.ours.record, up, "record")])  # fmt: skip
-    titles = ["case", "ligermodels", "strongest peer", "speed, memory", "MFU", " "]
-    return table([*titles[:-1], "  "], rows)
+    return table(["case", "ligermodels", "strongest peer", "speed, memory", "MFU", " "], rows)
 
 
 def fits_table(found: Sequence[Comparison], up: str) -> str:
@@ -166,9 +165,9 @@ def _parity(family: Family, up: str) -> str:
     failed = [test for test in run["failures"] if family.is_named(test)]
     missed = [test for test in run["not reached"] if family.is_named(test)]
     text = (
-        f"On the CPU {tests} holds it beside transformers in fp32: {held} of their norm, saved files equal to the byte, "
-        f"and [all other properties](README.md#parity) of a family, on tiny checkpoints that transformers writes: "
-        f"{', '.join(family.options)}."
+        f"On the CPU {tests} holds it beside transformers in fp32: {held} of their norm, saved files equal to the "
+        f"byte, and [all other properties](README.md#parity) of a family, on tiny checkpoints that transformers "
+        f"writes: {', '.join(family.options)}."
     )
     gpu = (
         f"On a GPU ([gpu.json]({up}benchmarks/results/gpu.json): {env['device']}, torch {env['torch']}, triton "
@@ -206,8 +205,8 @@ def _measured(chosen: Sequence[Comparison], rows: Sequence[Measurement], used: d
             key not in here or (row.is_ours and row.record.date > one.ours.record.date))]  # fmt: skip
         for row in sorted((*one.all, *others), key=lambda row: not row.is_ours):
             used[row.record.name] = row.record
-            title = f"{model_name(row.model)}" + (f", {tables.TRAINED[row.trained]}" if row.kind != "decode" and (
-                row.trained in tables.TRAINED) else "")  # fmt: skip
+            trained = tables.TRAINED.get(row.trained)  # of generation it is the format of the weights
+            title = ", ".join(filter(None, (model_name(row.model), trained)))
             groups.setdefault(title, []).append(_cells(row, one))
     titles = {
         "train": ["shape", "recomputed", "baseline", "tokens/s", "peak GiB", "ours is", "MFU"],
@@ -347,15 +346,16 @@ rest. All sides of a row recompute the same activations and have the same batch,
 """.strip()
 NOTES = {
     "train": """
-MFU: the FLOPs that a step needs (recomputation does not count) over those of the GPU's peak in bf16, {peak:.0f} TFLOP/s
-dense, of dense models whose layers attend to all tokens. The peers use torch's fused AdamW, ours its own where a card
-says so: in the backward it needs no memory for gradients. Gemma 2 runs on eager attention in transformers, since sdpa has
-no softcap. LoRA has rank 16 on all projections; PEFT runs as TRL runs it.
+MFU: the FLOPs that a step needs (recomputation does not count) over those of the GPU's peak in bf16, {peak:.0f}
+TFLOP/s dense, of dense models whose layers attend to all tokens. The peers use torch's fused AdamW, ours its own where
+a card says so: in the backward it needs no memory for gradients. Gemma 2 runs on eager attention in transformers, since
+sdpa has no softcap. LoRA has rank 16 on all projections; PEFT runs as TRL runs it.
 """,
     "command": "`ligermodels train sft` beside TRL's SFTTrainer with packing, on rows of 200 tokens on average.",
     "longest": "The longest sequence of one row that trains in the given memory.",
     "gpus": """
-Tokens/s and peak GiB of each GPU. "Not resharded": FSDP2 keeps the blocks whole from the forward to the backward. [distributed.md](distributed.md#measured) has communication times and says more.
+Tokens/s and peak GiB of each GPU. "Not resharded": FSDP2 keeps the blocks whole from the forward to the backward.
+[distributed.md](distributed.md#measured) has communication times and says more.
 """,
     "decode": """
 Greedy, tokens/s of all rows together. Ours runs as a CUDA graph, as `generate` and `chat` do. "of the limit": of the
@@ -409,9 +409,10 @@ def _result_table(kind: str, ours: Sequence[Comparison], up: str) -> str:
         ratio = times(one.speedup) + (f", {times(one.memory)}" if one.memory else "")
         rows.append([case, row.device, f"**{value(row)}**", peer, ratio, *([cell(one)] if cell else []),
                      link(row.record, up, "record")])  # fmt: skip
-    unit = {"train": "tokens/s / GiB", "command": "tokens/s / GiB", "gpus": "tokens/s a GPU / GiB", "decode": "tokens/s",
-            "rollout": "a step / GiB", "load": "time", "longest": "tokens / GiB"}[kind]  # fmt: skip
-    titles = ["case", "GPU ", f"ligermodels, {unit}", "strongest peer", "ours is", *([title] if title else []), "  "]
+    units = {"gpus": "tokens/s a GPU / GiB", "decode": "tokens/s", "rollout": "a step / GiB", "load": "time",
+             "longest": "tokens / GiB"}  # fmt: skip
+    unit = units.get(kind, "tokens/s / GiB")
+    titles = ["case", "GPU ", f"ligermodels, {unit}", "strongest peer", "ours is", *([title] if title else []), " "]
     return table(titles, rows)
 
 

@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 OTHER_FORMS = ("ablations", "decode-qwen3.5-step", "gpu", "kernels", "quantized")
 """What the names of records begin with that have no measurements of models, or none with a baseline's name."""
 FAMILY_OF = {"smollm2": "llama"}
-"""First part of a model's name -> its model_type, for models of records that benchmarks/train_cases.py does not have."""
+"""First part of a model's name -> its model_type, for models that benchmarks/train_cases.py does not have."""
 SIZES = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "half 70B": "llama-3.1-70b-40-layers"}
 """Names that benchmarks/distributed.py has for models."""
 RECOMPUTED = ("none", "mlp", "block")
@@ -143,17 +143,19 @@ def _rows(record: Record) -> Iterator[Measurement]:
     for title, rows in record.contents.items():
         if isinstance(rows, list) and title != "ids":
             for row in rows:
-                if isinstance(row, Mapping) and (found := _measurement(record, title, row)) is not None:
-                    if not (beside and found.commit == beside[1]):
-                        yield found
+                found = _measurement(record, title, row) if isinstance(row, Mapping) else None
+                if found is not None and not (beside and found.commit == beside[1]):
+                    yield found
 
 
 def _measurement(record: Record, title: str, row: Mapping[str, Any]) -> Measurement | None:
     common: dict[str, Any] = {
         "record": record, "commit": row.get("commit") or record.environment["commit"], "note": row.get("note", ""),
     }  # fmt: skip
-    figures = dict(zip(("tokens/s", "peak GiB"), (_first(row, "tokens/s", "tokens_per_s", "tokens/s a GPU"),
-                                                  _first(row, "peak GiB", "peak_gib", "gib")), strict=True))  # fmt: skip
+    figures = {
+        "tokens/s": _first(row, "tokens/s", "tokens_per_s", "tokens/s a GPU"),
+        "peak GiB": _first(row, "peak GiB", "peak_gib", "gib"),
+    }
     if "side" in row:
         return _of_several_gpus(row, figures, common)
     if "loader" in row:
@@ -204,6 +206,8 @@ def _of_training(
         case = f"in {longest:g} GiB" if longest else f"{settings['batch']} x {settings['seq']}"
     else:
         return None
+    if told := re.search(r"--accumulation (\d+)", record.environment.get("command") or ""):
+        case += f", {told[1]} micro-batches"
     kind, _, policy = baseline.replace("inbackward", "in_backward").partition(":")
     options = set(kind.split("+"))
     recompute = row.get("recompute") or row.get("checkpointing") or policy or "none"
