@@ -2,7 +2,8 @@
 
 - "gpt2", byte-level tokens with merges: tokenizer.json, whose pre-tokenizer is the one that `tokenizer.ggml.pre` names.
 - "llama", pieces with scores: tokenizer.model, sentencepiece's BPE. As in llama.cpp, control and user-defined tokens
-  are split off first, and the dummy prefix stands before every text and after every such token.
+  are split off first, and the dummy prefix stands before every text and after every such token. llama.cpp's converter
+  types Gemma's unknown token as a control token: without one of its type, it is `unknown_token_id`.
 
 Where the tokenizers of a family normalise (NFC of Qwen) or strip (Phi-3's special tokens), so do these files, although
 llama.cpp derives it from the model's name or ignores it. Unused tokens at the end of the list are dropped.
@@ -86,6 +87,9 @@ def tokenizer_files(metadata: Mapping[str, Any], model_type: str, where: str) ->
         while types and types[-1] == UNUSED:
             types = types[:-1]
         tokens = tokens[: len(types)]
+        unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+        if kind == "llama" and unknown is not None and UNKNOWN not in types:
+            types = [UNKNOWN if index == unknown else of for index, of in enumerate(types)]
         config = _settings(metadata, tokens)
         files = {
             f"{MORE_TEMPLATES}/{key.removeprefix('tokenizer.chat_template.')}.jinja": text.encode()
