@@ -36,9 +36,17 @@ def byte_level(folder: Path, split: str = families.LLAMA_3_SPLIT, **options) -> 
     return folder
 
 
+def gemma_4(folder: Path) -> Path:
+    """Gemma's tokens with their merges alone, in tokenizer.json."""
+    families.FAMILIES["gemma 2"].build(folder)
+    (folder / "tokenizer.model").unlink()
+    return folder
+
+
 KINDS = {
     **{kind: families.FAMILIES[kind].build for kind in ("llama 2", "mistral 0.3", "nemo", "gemma 1", "gemma 2")},
     "mixtral": families.FAMILIES["llama 2"].build,
+    "gemma 4": gemma_4,
     "llama 3": lambda folder: byte_level(folder, ignore_merges=True),
     "qwen 2": lambda folder: byte_level(folder, families.QWEN_SPLIT),
     "qwen 3.5": lambda folder: byte_level(folder, families.QWEN_3_5_SPLIT),

@@ -75,6 +75,25 @@ QWEN3_5 = {
 QWEN3_5_MOE = QWEN3_5 | {
     "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
 }  # fmt: skip
+QWEN3_NEXT = {key: value for key, value in QWEN3_5_MOE.items() if key != "rope_parameters"} | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA4 = {
+    "head_dim": 8, "global_head_dim": 16, "sliding_window": 8, "layer_types": [SLIDING, FULL],
+    "hidden_size_per_layer_input": 0, "rope_parameters": {
+        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
+GEMMA4_SHARED = GEMMA4 | {
+    "num_hidden_layers": 6, "layer_types": [SLIDING, FULL] * 3, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 10, "final_logit_softcapping": 2.5,
+}  # fmt: skip
+GEMMA4_EXPERTS = GEMMA4 | {
+    "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 6,
+    "top_k_experts": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
 GLM4_MOE = {
     "head_dim": 16, "n_routed_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "attention_bias": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
@@ -89,9 +108,13 @@ MODELS = {
     "gemma": ("gemma", GEMMA),
     "gemma2": ("gemma2", {**GEMMA2, "sliding_window": 8}),
     "gemma3": ("gemma3_text", GEMMA3),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gemma4, shared keys": ("gemma4_text", GEMMA4_SHARED),
+    "gemma4, experts": ("gemma4_text", GEMMA4_EXPERTS),
     "qwen2": ("qwen2", {"rope_scaling": YARN}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3_next": ("qwen3_next", QWEN3_NEXT),
     "qwen3.5": ("qwen3_5_text", QWEN3_5),
     "qwen3.5, one key head": ("qwen3_5_text", QWEN3_5 | {"linear_num_key_heads": 1, "tie_word_embeddings": True}),
     "qwen3.5 with experts": ("qwen3_5_moe_text", QWEN3_5_MOE),
@@ -101,7 +124,7 @@ MODELS = {
     "phi3, long": ("phi3", PHI3_LONG),
 }
 OF_FAMILY = {"llama": "llama 3", "mistral": "mistral 0.3", "gemma": "gemma 1", "gemma2": "gemma 2", "qwen2": "qwen 2"}
-OF_FAMILY["gemma3_text"] = "gemma 2"
+OF_FAMILY |= {"gemma3_text": "gemma 2", "gemma4_text": "gemma 4", "qwen3_next": "qwen 2"}
 OF_FAMILY |= {"mixtral": "mixtral", "phi3": "llama 2", "qwen3": "qwen 2", "qwen3_5_text": "qwen 3.5"}
 OF_FAMILY |= {"glm4_moe": "llama 3", "qwen3_moe": "qwen 2", "qwen3_5_moe_text": "qwen 3.5"}
 QUIET = {"progress": False}
@@ -118,15 +141,17 @@ def model_of(tmp_path_factory):
             family, fields = MODELS[name]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                sizes = SIZES | {"vocab_size": rows_of(OF_FAMILY[family])}
+                rows = rows_of(OF_FAMILY[family])
+                sizes = SIZES | {"vocab_size": rows}
+                sizes |= {"vocab_size_per_layer_input": rows} if family == "gemma4_text" else {}
                 config = transformers.AutoConfig.for_model(family, **{**sizes, **fields})
                 torch.manual_seed(0)
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.5))
-                for name, buffer in model.named_buffers():
-                    if name.endswith("correction_bias"):
+                for buffer_name, buffer in model.named_buffers():
+                    if buffer_name.endswith(("correction_bias", "layer_scalar")):
                         buffer.normal_()
             folder = built[name, dtype] = tmp_path_factory.mktemp("model") / "tiny"
             model.save_pretrained(folder)
@@ -169,9 +194,18 @@ NAMES = {
     "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "linear_attn.in_proj_ba": "ssm_ba", "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm", "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
+    "layer_scalar": "layer_output_scale.weight", "router.proj": "ffn_gate_inp", "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1", "post_feedforward_layernorm_2": "post_ffw_norm_2",
 }  # fmt: skip
 QWEN35 = ("qwen3_5_text", "qwen3_5_moe_text")
-PLUS_ONE = ("gemma", "gemma2", "gemma3_text", *QWEN35)
+PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", *QWEN35)
+AFTER = ("gemma2", "gemma3_text", "gemma4_text", "qwen3_next", *QWEN35, "glm4_moe")
 EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 EXPERTS |= {"gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps", "up_proj": "ffn_up_exps"}
 
@@ -182,13 +216,22 @@ def expected(folder: Path, family: str, dtype: torch.dtype) -> dict[str, torch.T
         if match := re.fullmatch(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight", name):
             experts.setdefault(f"blk.{match[1]}.{EXPERTS[match[3]]}.weight", {})[int(match[2])] = x.to(dtype)
             continue
-        after = "post_attention_norm" if family in ("gemma2", "gemma3_text", *QWEN35, "glm4_moe") else "ffn_norm"
+        after = "post_attention_norm" if family in AFTER else "ffn_norm"
         ours = name.replace("post_attention_layernorm", after)
         for theirs, its in NAMES.items():
             ours = re.sub(rf"\b{re.escape(theirs)}\b", its, ours)
         if family in PLUS_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
             x = x.float() + 1
-        if ".linear_attn." in name:
+        if name.endswith("in_proj_qkvz.weight"):  # the rows of two key heads: 16 of q, 16 of k, 3 x 16 of v and of z
+            q, k, v, z = (torch.cat([x[at : at + n], x[128 + at : 128 + at + n]]).to(dtype) for at, n in Q_TO_Z)
+            found[ours.replace("linear_attn.in_proj_qkvz", "attn_qkv")] = torch.cat([q, k, v])
+            found[ours.replace("linear_attn.in_proj_qkvz", "attn_gate")] = z
+            continue
+        if family == "qwen3_next" and name.endswith("A_log"):
+            x = -x.double().exp().float()
+        elif family == "qwen3_next" and name.endswith("conv1d.weight"):
+            x = x.flatten(1)
+        elif ".linear_attn." in name and family != "qwen3_next":
             x = as_stored(name.rpartition("linear_attn.")[2], x, config["linear_num_key_heads"])
         if name.endswith("shared_expert_gate.weight"):
             x = x[0]
@@ -198,6 +241,9 @@ def expected(folder: Path, family: str, dtype: torch.dtype) -> dict[str, torch.T
             x = x[[h * size + j + s * size // 2 for h in range(heads) for j in range(size // 2) for s in (0, 1)]]
         found[ours] = x.float() if x.dim() == 1 or "gate_inp" in ours or "conv1d" in ours else x.to(dtype)
     return found | {name: torch.stack([parts[e] for e in sorted(parts)]) for name, parts in experts.items()}
+
+
+Q_TO_Z = ((0, 16), (16, 16), (32, 48), (80, 48))
 
 
 def as_stored(name: str, x: torch.Tensor, keys: int) -> torch.Tensor:
@@ -238,10 +284,19 @@ def wanted_fields(name: str, rows: int) -> dict:
         "qwen3_5_moe_text": "qwen35moe",
         "glm4_moe": "glm4moe",
         "qwen3_moe": "qwen3moe",
+        "qwen3_next": "qwen3next",
+        "gemma4_text": "gemma4",
     }
     arch = arch.get(family, family)
     size = fields.get("head_dim") or 8
-    rotated = {"phi3, long": 6, "qwen3_5_text": 8, "qwen3_5_moe_text": 8, "glm4_moe": 8}
+    rotated = {"phi3, long": 6, "qwen3_next": 8, "qwen3_5_text": 8, "qwen3_5_moe_text": 8, "glm4_moe": 8}
+    of_gemma4 = {
+        "attention.key_length": 16, "attention.value_length": 16, "attention.key_length_swa": 8,
+        "attention.value_length_swa": 8, "rope.dimension_count": 16, "rope.dimension_count_swa": 8,
+        "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "attention.sliding_window": 8,
+        "attention.sliding_window_pattern": [True, False], "attention.shared_kv_layers": 0,
+        "embedding_length_per_layer_input": 0,
+    }  # fmt: skip
     own = {
         "vocab_size": rows, "context_length": 256, "embedding_length": 32,
         "block_count": fields.get("num_hidden_layers", 2), "feed_forward_length": 48,
@@ -256,6 +311,21 @@ def wanted_fields(name: str, rows: int) -> dict:
         "qwen3_moe": {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 24},
         "gemma2": {"attention.sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         "gemma3": {"attention.sliding_window": 8, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+        "qwen3_next": {
+            "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 6,
+            "ssm.inner_size": 96, "full_attention_interval": 2, "expert_count": 12, "expert_used_count": 2,
+            "expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 20,
+        },
+        "gemma4": of_gemma4,
+        "gemma4, shared keys": of_gemma4 | {
+            "attention.sliding_window_pattern": [True, False] * 3, "attention.shared_kv_layers": 2,
+            "feed_forward_length": [48, 48, 48, 48, 96, 96], "embedding_length_per_layer_input": 10,
+            "final_logit_softcapping": 2.5,
+        },
+        "gemma4, experts": of_gemma4 | {
+            "attention.head_count_kv": [2, 1], "expert_count": 6, "expert_used_count": 2,
+            "expert_feed_forward_length": 24,
+        },
         "qwen2": {
             "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
             "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 1.0,
@@ -294,12 +364,13 @@ def wanted_fields(name: str, rows: int) -> dict:
 def names_of_llama_cpp(family: str) -> set[str]:
     """The tensors that the gguf package knows of an architecture."""
     archs = {"mistral": "LLAMA", "mixtral": "LLAMA", "qwen3_moe": "QWEN3MOE", "gemma3_text": "GEMMA3"}
+    archs |= {"gemma4_text": "GEMMA4", "qwen3_next": "QWEN3NEXT"}
     archs |= {"qwen3_5_text": "QWEN35", "qwen3_5_moe_text": "QWEN35MOE"}
     archs |= {"qwen3_vl": "QWEN3VL", "qwen3_vl_moe": "QWEN3VLMOE"}
     arch = archs.get(family, family.upper())
     patterns = [gguf.TENSOR_NAMES[one] for one in gguf.MODEL_TENSORS[gguf.MODEL_ARCH[arch]]]
     names = {pattern.format(bid=layer) for pattern in patterns for layer in range(7)}
-    return names | {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
+    return names | {f"{name}.{kind}" for name in names for kind in ("weight", "bias", "scale")}
 
 
 @pytest.mark.parametrize("name, dtype", [*((name, "bf16") for name in MODELS), ("llama", "fp32"), ("mixtral", "fp16")])
@@ -316,6 +387,8 @@ def test_tensors_and_keys(tmp_path, model_of, name, dtype):
     if name == "phi3, long":
         for length in ("long", "short"):
             wanted[f"rope_factors_{length}.weight"] = torch.tensor(LONGROPE[f"{length}_factor"])
+    if family == "gemma4_text":  # half of the 8 pairs rotates
+        wanted["rope_freqs.weight"] = torch.tensor([1.0] * 4 + [1e30] * 4)
     tied = name in ("llama, tied", "qwen3.5, one key head") or family.startswith("gemma")
     assert ("output.weight" in found) is not tied
     assert found.keys() <= names_of_llama_cpp(family)

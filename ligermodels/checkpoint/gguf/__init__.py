@@ -4,6 +4,7 @@ reader      reads a file as a folder in Hugging Face's layout
 writer      writes one
 layout      names of tensors, order of rows, changed values
 config      the metadata and config.json
+gemma4      what of Gemma 4's differs from block to block
 tokenizer   the tokenizer in the metadata, as files of a folder
 vocabulary  a tokenizer as metadata
 

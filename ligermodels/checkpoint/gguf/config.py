@@ -1,7 +1,7 @@
 """A GGUF file's metadata as config.json (`config_of`), and a model's config as metadata (`metadata_of`).
 
 A field that the model needs is there or is an error. A list with one value per layer must have one value for all
-layers, since the models here have no other.
+layers, but for Gemma 4, of which gemma4.py reads and writes what differs.
 """
 
 import math
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ligermodels.checkpoint.gguf import gemma4
+from ligermodels.checkpoint.gguf.layout import DELTA_NETS
 from ligermodels.checkpoint.gguf.tokenizer import token_ids
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import ConfigError
@@ -20,8 +22,9 @@ from ligermodels.errors import ConfigError
 _SILU, _GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
 FAMILIES = {
     "llama": ("llama", _SILU), "mistral": ("llama", _SILU), "mixtral": ("llama", _SILU), "gemma": ("gemma", _GELU),
-    "gemma2": ("gemma2", _GELU), "gemma3_text": ("gemma3", _GELU), "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU),
-    "qwen3_moe": ("qwen3moe", _SILU), "qwen3_5_text": ("qwen35", _SILU), "qwen3_5_moe_text": ("qwen35moe", _SILU),
+    "gemma2": ("gemma2", _GELU), "gemma3_text": ("gemma3", _GELU), "gemma4_text": ("gemma4", _GELU),
+    "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU), "qwen3_moe": ("qwen3moe", _SILU),
+    "qwen3_next": ("qwen3next", _SILU), "qwen3_5_text": ("qwen35", _SILU), "qwen3_5_moe_text": ("qwen35moe", _SILU),
     "phi3": ("phi3", _SILU), "glm4_moe": ("glm4moe", _SILU), "qwen3_vl": ("qwen3vl", _SILU),
     "qwen3_vl_moe": ("qwen3vlmoe", _SILU),
 }  # fmt: skip
@@ -49,15 +52,15 @@ _LINEAR = {
     "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
     "full_attention_interval": "full_attention_interval",
 }  # fmt: skip
+_SHARED_EXPERT = {**_LINEAR, **_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _KEYS_OF = {
     "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     "qwen3_moe": _EXPERTS,
     "qwen3_vl_moe": _EXPERTS,
     "gemma2": {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
     "qwen3_5_text": _LINEAR,
-    "qwen3_5_moe_text": {
-        **_LINEAR, **_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    },
+    "qwen3_5_moe_text": _SHARED_EXPERT,
+    "qwen3_next": _SHARED_EXPERT,
     "glm4_moe": {
         "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
@@ -67,6 +70,8 @@ _KEYS_OF = {
 }  # fmt: skip
 _ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
@@ -84,7 +89,9 @@ _WIDE_HEADS = {"gemma2": 46, "gemma3_text": 62}
 _LOCAL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 """Of Gemma 3's sliding layers; no file says it."""
 _QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
-_AHEAD = {**dict.fromkeys(_QWEN3_5, "mtp_num_hidden_layers"), "glm4_moe": "num_nextn_predict_layers"}
+_AHEAD = {
+    **dict.fromkeys((*_QWEN3_5, "qwen3_next"), "mtp_num_hidden_layers"), "glm4_moe": "num_nextn_predict_layers",
+}  # fmt: skip
 _SECTIONS = [11, 11, 10]
 """mrope_section of every released Qwen3.5; llama.cpp reads no file without it, and text does not depend on it."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -119,6 +126,16 @@ class Metadata:
             return value[0]
         return value
 
+    def by_layer(self, key: str, layers: int) -> list[Any]:
+        """The value of each layer, which may be one for all. Raises ConfigError if there is none, or another number."""
+        value = self.values.get(f"{self.arch}.{key}")
+        if not isinstance(value, list):
+            return [self.required(key)] * layers
+        self._used.add(f"{self.arch}.{key}")
+        if len(value) < layers:
+            raise ConfigError(f"{self.where}: {self.arch}.{key} has {len(value)} values for {layers} layers")
+        return value[:layers]
+
     def items_of(self, key: str, default: list[Any]) -> list[Any]:
         """A list that is not one value per layer."""
         self._used.add(f"{self.arch}.{key}")
@@ -151,10 +168,16 @@ class Metadata:
 
 def sizes_of(metadata: Metadata) -> dict[str, Any]:
     """{field of config.json: value} of the sizes. Raises ConfigError."""
+    if metadata.arch == "gemma4":
+        return gemma4.sizes_of(metadata)
     heads, width = metadata.required("attention.head_count"), metadata.required("embedding_length")
     defaults = {"attention.head_count_kv": heads, "attention.key_length": width // heads, **_DEFAULTS}
     keys = _KEYS | _KEYS_OF.get(metadata.model_type, {})
-    if metadata.model_type in ("qwen3_moe", "qwen3_5_moe_text"):  # of dense blocks, which llama.cpp does not compute
+    if metadata.model_type in (
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5_moe_text",
+    ):  # of dense blocks, which llama.cpp does not compute
         defaults["feed_forward_length"] = metadata.required("expert_feed_forward_length")
     fields = {field: metadata.required(key, defaults.get(key)) for key, field in keys.items()}
     if metadata.get("attention.value_length", fields["head_dim"]) != fields["head_dim"]:
@@ -162,7 +185,7 @@ def sizes_of(metadata: Metadata) -> dict[str, Any]:
     if ahead := metadata.get("nextn_predict_layers", 0):
         fields[_AHEAD[metadata.model_type]] = ahead
         fields["num_hidden_layers"] -= ahead
-    if metadata.model_type in _QWEN3_5:
+    if metadata.arch in DELTA_NETS:
         fields["linear_value_head_dim"] = size = fields["linear_key_head_dim"]
         if (inner := metadata.required("ssm.inner_size")) != fields["linear_num_value_heads"] * size:
             raise ConfigError(f"{metadata.where}: ssm.inner_size {inner} is not ssm.time_step_rank heads of {size}")
@@ -190,7 +213,7 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
         **fields,
         "hidden_act": activation,
         "rope_theta": float(metadata.get("rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(metadata, tables, head_dim),
+        "rope_scaling": _rope_scaling(metadata, tables, head_dim) if model_type != "gemma4_text" else None,
         "tie_word_embeddings": "lm_head.weight" not in headers,
         **token_ids(metadata.values, only_eos=True),
         "dtype": dtype,
@@ -202,9 +225,9 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
         config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in headers
     if model_type == "llama":
         config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in headers
-    if model_type == "qwen3_moe":
+    if model_type in ("qwen3_moe", "qwen3_next"):
         config["norm_topk_prob"] = True  # as llama.cpp computes it
-    if model_type in ("gemma", "gemma2", "gemma3_text"):
+    if model_type.startswith("gemma"):
         config["hidden_activation"] = activation
     if model_type in _WIDE_HEADS:
         config["query_pre_attn_scalar"] = _gemma_scalar(model_type, fields)
@@ -213,7 +236,10 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
     if model_type == "gemma3_text":
         config["rope_local_base_freq"] = float(metadata.get("rope.freq_base_swa", 10000.0))
         config["sliding_window_pattern"] = metadata.get("attention.sliding_window_pattern", 6)
-    if model_type in _QWEN3_5:
+    if model_type == "gemma4_text":
+        del config["rope_theta"], config["rope_scaling"]
+        config |= gemma4.config_of(metadata, fields, headers, tables)
+    elif metadata.arch in DELTA_NETS:
         config["rope_parameters"] = {
             "rope_type": "default",
             **(config.pop("rope_scaling") or {}),
@@ -221,7 +247,9 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
             "partial_rotary_factor": rotated / head_dim,
         }
         sections = metadata.items_of("rope.dimension_sections", _SECTIONS)[:3]
-        if sum(sections) == rotated // 2:  # else they are those that llama.cpp asks of any file
+        if (
+            sum(sections) == rotated // 2 and model_type in _QWEN3_5
+        ):  # else they are those that llama.cpp asks of any file
             config["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
     elif model_type == "glm4_moe":
         config["partial_rotary_factor"] = rotated / head_dim
@@ -235,7 +263,7 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
         config["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
         raise ConfigError(f"{where} rotates {rotated} of a head's {head_dim} dimensions, which a {model_type} does not")
-    if model_type in ("mistral", "mixtral", "gemma2", "gemma3_text", "phi3"):
+    if model_type in ("mistral", "mixtral", "gemma2", "gemma3_text", "gemma4_text", "phi3"):
         config["sliding_window"] = window
     elif window is not None:
         raise ConfigError(f"{where} has a window of {window}, and does not say which layers of a {model_type} have it")
@@ -328,9 +356,10 @@ def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | fl
         metadata |= {"block_count": config.num_hidden_layers + mtp_layers, "nextn_predict_layers": mtp_layers}
     if kind == "glm4_moe":
         metadata["expert_gating_func"] = _SIGMOID
-    if kind in _QWEN3_5:
+    if "linear_num_value_heads" in keys.values():
         metadata["full_attention_interval"] = _interval(config.layer_types) or 0
         metadata["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
+    if kind in _QWEN3_5:
         metadata["rope.dimension_sections"] = [*rope.get("mrope_section", _SECTIONS), 0]
     if kind in ("qwen3_vl", "qwen3_vl_moe"):
         metadata["rope.dimension_sections"] = [*rope["mrope_section"], 0]
@@ -356,7 +385,7 @@ def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | fl
             metadata |= {f"rope.llama3.{name}": value for name, value in numbers.items()}
     if rope["rope_type"] == "longrope":
         metadata["rope.scaling.attn_factor"] = float(rotary.attention_scaling)
-    return metadata
+    return metadata | (gemma4.metadata_of(config) if kind == "gemma4_text" else {})
 
 
 def _interval(layer_types: list[str]) -> int | None:
@@ -379,8 +408,8 @@ def check(model: Any, where: str) -> None:
     odd = [f"hidden_act {c.hidden_act}"] * (c.hidden_act not in activations)
     if arch in ("gemma", "gemma2", "gemma3"):
         odd += ["a head of its own (tie_word_embeddings false)"] * (not c.tie_word_embeddings)
-    normed = ("qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
-    if arch in ("gemma", "gemma2", "gemma3", *normed):
+    normed = ("qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", *DELTA_NETS)
+    if arch in ("gemma", "gemma2", "gemma3", "gemma4", *normed):
         odd += ["attention_bias"] * c.attention_bias
     if c.model_type in _WIDE_HEADS and c.query_pre_attn_scalar != (scalar := _gemma_scalar(c.model_type, c.values())):
         odd.append(f"query_pre_attn_scalar {c.query_pre_attn_scalar} (it takes {scalar} for these sizes)")
@@ -393,7 +422,8 @@ def check(model: Any, where: str) -> None:
         odd += [f"{name} null" for name in _CAPS if getattr(c, name) is None]
         if c.layer_types != ["full_attention" if i % 2 else "sliding_attention" for i in layers]:
             odd.append("layer_types other than sliding, full, sliding, full, ...")
-    if c.model_type in _QWEN3_5:
+    odd += gemma4.odd(c) if arch == "gemma4" else []
+    if arch in DELTA_NETS:
         if c.linear_value_head_dim != c.linear_key_head_dim:
             odd.append(f"linear_value_head_dim {c.linear_value_head_dim} (it takes {c.linear_key_head_dim}, the key's)")
         if _interval(c.layer_types) is None:
@@ -402,7 +432,7 @@ def check(model: Any, where: str) -> None:
         odd.append(f"n_group {c.n_group}")
     if arch in ("qwen3vl", "qwen3vlmoe") and len(added := c.vision_config.deepstack_visual_indexes) >= len(layers):
         odd.append(f"deepstack_visual_indexes of {len(added)} blocks (it takes fewer than num_hidden_layers)")
-    if arch in ("qwen3moe", "qwen3vlmoe"):
+    if arch in ("qwen3moe", "qwen3vlmoe", "qwen3next"):
         odd += ["norm_topk_prob false"] * (not c.norm_topk_prob)
         odd += ["blocks without experts"] * (not all(map(c.has_experts, layers)))
     if arch == "phi3" and c.head_dim * c.num_attention_heads != c.hidden_size:
@@ -413,7 +443,7 @@ def check(model: Any, where: str) -> None:
             f"{where}: llama.cpp does not compute {'; '.join(odd)} of a {c.model_type}.\n  Next: keep another layout."
         )
     windows = [window for i in layers if (window := c.window(i)) is not None]
-    if windows and arch not in ("gemma2", "gemma3") and min(windows) < c.max_position_embeddings:
+    if windows and arch not in ("gemma2", "gemma3", "gemma4") and min(windows) < c.max_position_embeddings:
         warnings.warn(
             f"{where}: llama.cpp ignores the window of {min(windows)} tokens of a {c.model_type}: its output differs "
             "for longer texts. Run it with a context of that size (-c) where this matters.",
@@ -426,6 +456,7 @@ def _odd_rope(config: Any, rotary: Any, arch: str) -> list[str]:
     kind, scaling = rope["rope_type"], rotary.attention_scaling
     if (
         kind == "dynamic"
+        or (kind == "proportional" and arch != "gemma4")
         or (arch == "gemma3" and kind not in ("default", "linear"))
         or (kind == "llama3" and arch != "llama")
         or (kind == "longrope" and arch != "phi3")

@@ -2,19 +2,21 @@
 
 - Llama, Mistral and Mixtral are one architecture, "llama", which rotates neighbouring rows of a head, (0, 1), (2, 3),
   ...: rows of q and k and of their biases are permuted. The others rotate halves, as Hugging Face's models do.
-- Where a norm acts as 1 + w, in Gemma and Qwen3.5, the file has 1 + w.
+- Where a norm acts as 1 + w, in Gemma 1 to 3, Qwen3-Next and Qwen3.5, the file has 1 + w. Gemma 4's act as they are.
 - Qwen3.5's linear attention has several value heads for a key head. Hugging Face stores those of one key head next to
   each other; the file has the first value head of every key head, then the second of every one, and so on.
+- Qwen3-Next's value heads keep their order. Its in_proj_qkvz, whose rows are grouped by key head, is two tensors of the
+  file: all rows of q, then those of k and of v, and those of z. in_proj_ba stays as it is.
 - A_log is stored as -exp(A_log), here computed in float64 and rounded to float32; the weight of the convolution as
   [channels, size] instead of [channels, 1, size].
 - Norms, biases, routers, gates of shared experts, convolutions and A_log are float32, whatever the dtype of the
   matrices is.
 - The experts of a layer are stacked: ffn_gate_exps, ffn_up_exps and ffn_down_exps [experts, rows, columns]. Files may
-  have ffn_gate_up_exps, with the rows of both, which is read.
+  have ffn_gate_up_exps, with the rows of both, which is read, and those of Gemma 4 always do.
 - Hugging Face's stacked experts of Qwen3-VL are transposed.
 - The gate of Qwen3.5's shared expert is a vector instead of [1, hidden_size].
 - The layers for multi-token prediction follow the others as further blk.N; so they do in GLM-4.5's files, and in those
-  of Qwen3.5 they are mtp.layers.
+  of Qwen3.5 they are mtp.layers. llama.cpp's converter leaves out Qwen3-Next's.
 - A tied head is not stored.
 
 What changes order comes back to the bit. What changes values (1 + w, A_log) is rounded to float32, by at most 6e-8 for
@@ -35,6 +37,10 @@ from torch import Tensor
 from ligermodels.checkpoint.weights import to_halves, to_pairs
 
 _QWEN35 = ("qwen35", "qwen35moe")
+ONE_MORE = ("gemma", "gemma2", "gemma3", "qwen3next", *_QWEN35)
+"""llama.cpp's architectures whose norm weights are stored as 1 + weight."""
+DELTA_NETS = ("qwen3next", *_QWEN35)
+"""Those with linear attention."""
 _NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -45,7 +51,7 @@ _NAMES = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2", "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
 }  # fmt: skip
 _QWEN3_5 = {
-    "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
+    "ffn_norm": None, "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z", "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_beta": "linear_attn.in_proj_b", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj", "nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding",
@@ -55,7 +61,11 @@ _EXPERTS = {
     "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
 }  # fmt: skip
-_OF_FAMILY = {
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+_OF_FAMILY: dict[str, Mapping[str, str | None]] = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gemma2": {
         "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
@@ -64,13 +74,24 @@ _OF_FAMILY = {
     "qwen3_moe": _EXPERTS,
     "qwen3_vl_moe": _EXPERTS,
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_moe_text": {
-        **_QWEN3_5, **_EXPERTS, "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "qwen3_5_moe_text": {**_QWEN3_5, **_EXPERTS, **_SHARED_EXPERT},
+    "qwen3_next": {
+        **_QWEN3_5, **_EXPERTS, **_SHARED_EXPERT, "attn_qkv": None, "attn_gate": None, "ssm_alpha": None,
+        "ssm_beta": None, "ssm_ba": "linear_attn.in_proj_ba",
+    },
+    "gemma4_text": {
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm", "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
+        "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2", "ffn_gate_inp": "router.proj", "ffn_gate_exps": None,
+        "ffn_down_exps": None, "ffn_up_exps": None,
     },
     "glm4_moe": {
-        **_EXPERTS, "post_attention_norm": "post_attention_layernorm",
+        **_EXPERTS, "ffn_norm": None, "post_attention_norm": "post_attention_layernorm",
         "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
         "nextn.eh_proj": "eh_proj", "nextn.enorm": "enorm", "nextn.hnorm": "hnorm",
@@ -79,14 +100,29 @@ _OF_FAMILY = {
     },
 }  # fmt: skip
 _OF_FAMILY["gemma3_text"] = _OF_FAMILY["gemma2"]
-"""{llama.cpp's name of a module: Hugging Face's}, of all models and of single ones; {} is the number of an expert."""
+"""{llama.cpp's name of a module: Hugging Face's}, of all models and of single ones; {} is the number of an expert.
+None: such a model has no module of that name."""
 _WITHOUT_MODULE = {
     "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }  # fmt: skip
+_WHOLE = {
+    "gemma4_text": {
+        "layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.scale": "router.scale",
+        "ffn_gate_up_exps.weight": "experts.gate_up_proj", "ffn_down_exps.weight": "experts.down_proj",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+    },
+}  # fmt: skip
+"""{llama.cpp's name of a tensor: Hugging Face's}, of all models and of single ones."""
 _STACKED = {"mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.down_proj": ("ffn_down_exps",)}
 """{Hugging Face's name of stacked experts: llama.cpp's names of their parts, in the order of the rows}."""
-_FLOAT32 = ("block_sparse_moe.gate.weight", "mlp.gate.weight", "mlp.shared_expert_gate.weight", "conv1d.weight")
+_QKVZ = "linear_attn.in_proj_qkvz.weight"
+_PARTS = {"qwen3_next": {_QKVZ: ("attn_qkv.weight", "attn_gate.weight")}}
+"""{Hugging Face's name: llama.cpp's names of the parts of its rows}."""
+_FLOAT32 = (
+    "block_sparse_moe.gate.weight", "mlp.gate.weight", "mlp.shared_expert_gate.weight", "router.proj.weight",
+    "conv1d.weight",
+)  # fmt: skip
 
 
 class Change(NamedTuple):
@@ -99,29 +135,33 @@ class Change(NamedTuple):
 class Layout:
     """The names of a model's tensors in both layouts, and how each tensor changes.
 
-    arch: llama.cpp's architecture. fields: of config.json, those of the sizes.
+    arch: llama.cpp's architecture. fields: of config.json, those of the sizes. left_out: how the names start of tensors
+    that it has no place for.
     """
 
     def __init__(self, arch: str, model_type: str, fields: Mapping[str, Any]):
         self._arch, self._fields = arch, fields
-        self._ours = _NAMES | _OF_FAMILY.get(model_type, {})
-        if model_type in ("qwen3_5_text", "qwen3_5_moe_text", "glm4_moe"):
-            del self._ours["ffn_norm"]
+        names: dict[str, str | None] = {**_NAMES, **_OF_FAMILY.get(model_type, {})}
+        self._ours = {theirs: ours for theirs, ours in names.items() if ours is not None}
         self._theirs = {ours: theirs for theirs, ours in self._ours.items()}
+        self._whole = _WITHOUT_MODULE | _WHOLE.get(model_type, {})
+        self._parts = _PARTS.get(model_type, {})
+        self.left_out = ("mtp.",) if arch == "qwen3next" else ()
 
     def ours(self, theirs: str) -> tuple[str, ...]:
         """Hugging Face's name of a tensor, with {} for the number of an expert; an unknown tensor keeps its name.
 
-        Several names divide the rows of each expert.
+        Several names divide the rows of each expert. Several tensors that have one name are parts of its rows.
         """
-        if theirs.endswith(".ffn_gate_up_exps.weight"):
-            return tuple(name for part in ("gate", "up") for name in self.ours(theirs.replace("gate_up", part)))
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+)", theirs)
         assert match is not None
+        name = self._whole.get(match[2])
+        if name is None and match[2] == "ffn_gate_up_exps.weight":
+            return tuple(name for part in ("gate", "up") for name in self.ours(theirs.replace("gate_up", part)))
         module, _, kind = match[2].rpartition(".")
-        name = _WITHOUT_MODULE.get(match[2])
         if module in self._ours and kind in ("weight", "bias"):
             name = f"{self._ours[module]}.{kind}"
+        name = next((whole for whole, parts in self._parts.items() if match[2] in parts), name)
         if name is None or match[1] is None:
             return (name or theirs,)
         layer, layers = int(match[1]), self._fields["num_hidden_layers"]
@@ -129,17 +169,22 @@ class Layout:
             return (name if name.startswith("mtp.") else f"mtp.layers.{layer - layers}.{name}",)
         return (f"model.layers.{layer}.{name}",)
 
+    def parts(self, theirs: str) -> tuple[str, ...]:
+        """llama.cpp's names of the tensors that, in this order, are the rows of the one that `theirs` is a part of."""
+        prefix, name = re.fullmatch(r"(blk\.\d+\.)?(.+)", theirs).groups("")  # type: ignore[union-attr]
+        return tuple(prefix + part for parts in self._parts.values() if name in parts for part in parts)
+
     def theirs(self, ours: str) -> tuple[str, ...]:
         """llama.cpp's name of a tensor; () if it has none. The experts of a layer share one name.
 
-        Several names divide the rows of each expert.
+        Several names divide the rows, or those of each expert, in order.
         """
         ours = ours.replace("model.language_model.", "model.", 1)  # of a model that reads images
         match = re.fullmatch(r"(?:(model|mtp)\.layers\.(\d+)\.)?(.+)", ours)
         assert match is not None
         module, _, kind = re.sub(r"\.experts\.\d+\.", ".experts.{}.", match[3]).rpartition(".")
-        names = tuple(theirs for theirs, whole in _WITHOUT_MODULE.items() if whole == match[3])
-        names += tuple(f"{part}.weight" for part in _STACKED.get(match[3], ()))
+        names = tuple(theirs for theirs, whole in self._whole.items() if whole == match[3])
+        names += tuple(f"{part}.weight" for part in _STACKED.get(match[3], ())) + self._parts.get(match[3], ())
         if module in self._theirs and kind in ("weight", "bias"):
             names = (f"{self._theirs[module]}.{kind}",)
         if not (match[1] or ours.startswith("mtp.")):
@@ -151,15 +196,27 @@ class Layout:
         """Whether llama.cpp stores a tensor as float32 in every file."""
         return len(shape) == 1 or ours.endswith(_FLOAT32)
 
-    def change(self, ours: str) -> Change | None:
-        """The change of a tensor with Hugging Face's name `ours`; None if it is stored as it is."""
+    def change(self, ours: str, theirs: str = "") -> Change | None:
+        """The change of a tensor with Hugging Face's name `ours`; None if it is stored as it is.
+
+        theirs: one of the names in llama.cpp, if there are several: `write` then gives the part that has it.
+        """
+        change, names = self._of_whole(ours), self.theirs(ours) if theirs else ()
+        if len(names) < 2:
+            return change
+        write, part = change.write if change else _same, names.index(theirs)
+        if ours.endswith(_QKVZ):
+            return Change(lambda x: write(x).split(self._qkv_and_z)[part], _same)
+        return Change(lambda x: write(x).chunk(2, 1)[part], _same)
+
+    def _of_whole(self, ours: str) -> Change | None:
         fields, module = self._fields, ours.rpartition(".")[0]
         if self._arch == "llama" and module.endswith(("q_proj", "k_proj")):
             heads = fields["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
             return Change(lambda x: to_pairs(x, heads), lambda x: to_halves(x, heads))
         if module.endswith("linear_attn.norm"):
             return None
-        if "norm" in module.rpartition(".")[2] and self._arch in ("gemma", "gemma2", "gemma3", *_QWEN35):
+        if "norm" in module.rpartition(".")[2] and self._arch in ONE_MORE:
             return _ONE_MORE
         if module.endswith("mlp.shared_expert_gate"):
             return Change(lambda x: x.squeeze(0), lambda x: x.unsqueeze(0))
@@ -171,14 +228,32 @@ class Layout:
 
     def _of_linear_attention(self, name: str) -> Change:
         keys, values = self._fields["linear_num_key_heads"], self._fields["linear_num_value_heads"]
+        if name == "in_proj_qkvz.weight":
+            return _by_part(keys, [size // keys for size in self._qkvz])
         per_key, dim = values // keys, int(name == "out_proj.weight")
-        joint = 2 * keys * self._fields["linear_key_head_dim"] if name in ("in_proj_qkv.weight", "conv1d.weight") else 0
+        joint = sum(self._qkvz[:2]) if name in ("in_proj_qkv.weight", "conv1d.weight") else 0
         write, read = _reorder(joint, keys, per_key, dim), _reorder(joint, per_key, keys, dim)
+        if self._arch == "qwen3next":
+            write = read = _same
         if name == "A_log":
             return Change(lambda x: write(-x.double().exp()).float(), lambda x: read((-x.double()).log()).float())
         if name == "conv1d.weight":
             return Change(lambda x: write(x.squeeze(1)), lambda x: read(x).unsqueeze(1))
         return Change(write, read)
+
+    @property
+    def _qkvz(self) -> list[int]:
+        """Rows of q, k, v and z."""
+        keys = self._fields["linear_num_key_heads"] * self._fields["linear_key_head_dim"]
+        return 2 * [keys] + 2 * [self._fields["linear_num_value_heads"] * self._fields["linear_value_head_dim"]]
+
+    @property
+    def _qkv_and_z(self) -> list[int]:
+        return [sum(self._qkvz[:3]), self._qkvz[3]]
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 _ONE_MORE = Change(lambda x: x.float() + 1.0, lambda x: x - 1.0)
@@ -193,3 +268,16 @@ def _reorder(start: int, outer: int, inner: int, dim: int) -> Callable[[Tensor],
         return torch.cat([first, heads], dim) if start else heads
 
     return apply
+
+
+def _by_part(groups: int, sizes: list[int]) -> Change:
+    """Rows that are in `groups`, each with parts of these sizes, as all rows of each part in turn."""
+
+    def write(x: Tensor) -> Tensor:
+        return torch.cat([part.flatten(0, 1) for part in x.unflatten(0, (groups, -1)).split(sizes, 1)])
+
+    def read(x: Tensor) -> Tensor:
+        parts = x.split([groups * size for size in sizes])
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
+
+    return Change(write, read)

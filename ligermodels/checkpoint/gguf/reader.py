@@ -190,20 +190,22 @@ class GgufReader:
         self.source, self._file = str(path), GgufFile(path)
         self._metadata = Metadata(self._file.metadata, str(path))
         self._layout = Layout(str(self._metadata.arch), self._metadata.model_type, sizes_of(self._metadata))
-        self._stored: dict[str, _Stored] = {}
+        self._stored: dict[str, list[_Stored]] = {}  # the parts of the rows: one, but for a few tensors
         for theirs, stored in self._file.tensors.items():
             if theirs in ROPE_TABLES:
                 continue
             names = self._layout.ours(theirs)
             if "{}" not in names[0]:
-                self._stored[names[0]] = stored
+                self._stored[names[0]] = [stored]
+                if len(places := self._layout.parts(theirs)) > 1:
+                    self._stored[names[0]] = [self._part(place, names[0]) for place in places]
                 continue
             experts, rows, *others = stored.shape
             size = self._file.nbytes(stored) // (experts * len(names))
             part = stored._replace(shape=(rows // len(names), *others))
             for i, (expert, name) in enumerate(itertools.product(range(experts), names)):
-                self._stored[name.format(expert)] = part._replace(start=stored.start + i * size)
-        self.types = {name: stored.type for name, stored in self._stored.items()}
+                self._stored[name.format(expert)] = [part._replace(start=stored.start + i * size)]
+        self.types = {name: parts[0].type for name, parts in self._stored.items()}
         self.headers = self._headers()
         self.metadata: dict[str, str] = {}
 
@@ -225,9 +227,20 @@ class GgufReader:
     def __exit__(self, *exc_info: object) -> None:
         pass
 
+    def _part(self, theirs: str, ours: str) -> _Stored:
+        """The tensor with this name in the file. Raises CheckpointError."""
+        if (stored := self._file.tensors.get(theirs)) is None:
+            raise CheckpointError(f"{self.source} lacks {theirs}, a part of {ours}. Is the file whole?")
+        return stored
+
+    def _in_file(self, name: str) -> Tensor:
+        """The values as they are in the file, without the layout's change."""
+        parts = [self._file.read(part) for part in self._stored[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def _values(self, name: str) -> Tensor:
         """The values under Hugging Face's name, in the dtype of the file."""
-        tensor, change = self._file.read(self._stored[name]), self._layout.change(name)
+        tensor, change = self._in_file(name), self._layout.change(name)
         if change is None:
             return tensor
         if name.endswith("A_log") and (tensor > 0).any():
@@ -237,11 +250,12 @@ class GgufReader:
     def _headers(self) -> dict[str, TensorInfo]:
         """The dtype of the matrices for all; of a kind of small tensor, fp32 where that dtype changes a value."""
         kinds: dict[str, list[str]] = {}
-        for name, stored in self._stored.items():
-            if self._layout.is_float32(name, stored.shape):
+        for name, parts in self._stored.items():
+            if self._layout.is_float32(name, parts[0].shape):
                 kinds.setdefault(re.sub(r"\d+", "N", name), []).append(name)
         small = {name for names in kinds.values() for name in names}
-        dtypes = {FLOATS.get(x.type, torch.float32) for name, x in self._stored.items() if name not in small}
+        matrices = [part for name, parts in self._stored.items() if name not in small for part in parts]
+        dtypes = {FLOATS.get(part.type, torch.float32) for part in matrices}
         if not dtypes:
             raise CheckpointError(f"{self.source} holds no matrices. Is it a model, and not a vocabulary alone?")
         dtype = functools.reduce(torch.promote_types, dtypes)
@@ -255,8 +269,9 @@ class GgufReader:
         """Whether a tensor of `dtype` would be written to the file with the bits that it has there."""
         values, change = self._values(name).to(dtype), self._layout.change(name)
         again = change.write(values) if change else values
-        return same_bits(again.float(), self._file.read(self._stored[name]).float())
+        return same_bits(again.float(), self._in_file(name).float())
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        shape, change = self._stored[name].shape, self._layout.change(name)
+        parts, change = self._stored[name], self._layout.change(name)
+        shape = parts[0].shape if len(parts) == 1 else (sum(x.shape[0] for x in parts), *parts[0].shape[1:])
         return tuple(change.read(torch.empty(shape, device="meta")).shape) if change else shape

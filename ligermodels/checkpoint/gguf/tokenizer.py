@@ -1,6 +1,8 @@
 """The tokenizer in a GGUF file's metadata as the files of a Hugging Face folder; vocabulary.py writes that metadata.
 
 - "gpt2", byte-level tokens with merges: tokenizer.json, whose pre-tokenizer is the one that `tokenizer.ggml.pre` names.
+- "gemma4", sentencepiece's tokens with merges: tokenizer.json. Spaces are U+2581 before merging, and characters without
+  a token are bytes. llama.cpp adds BOS whatever the file says, and so do these files.
 - "llama", pieces with scores: tokenizer.model, sentencepiece's BPE. As in llama.cpp, control and user-defined tokens
   are split off first, and the dummy prefix stands before every text and after every such token. llama.cpp's converter
   types Gemma's unknown token as a control token: without one of its type, it is `unknown_token_id`.
@@ -79,8 +81,8 @@ def tokenizer_files(metadata: Mapping[str, Any], model_type: str, where: str) ->
     kind = metadata.get("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"):
         return {}
-    if kind not in ("gpt2", "llama"):
-        raise TokenizerError(f"{where}: tokenizer.ggml.model {kind!r} is not supported; supported: gpt2, llama")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise TokenizerError(f"{where}: tokenizer.ggml.model {kind!r} is not supported; supported: gpt2, llama, gemma4")
     try:
         tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type")
         types = types or [NORMAL] * len(tokens)
@@ -102,6 +104,9 @@ def tokenizer_files(metadata: Mapping[str, Any], model_type: str, where: str) ->
         if kind == "gpt2":
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
             files["tokenizer.json"] = _byte_level(metadata, tokens, added, config, where)
+        elif kind == "gemma4":
+            config |= {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}
+            files["tokenizer.json"] = _with_byte_fallback(metadata, tokens, added, config)
         else:
             config |= {"tokenizer_class": "GemmaTokenizer" if model_type.startswith("gemma") else "LlamaTokenizer"}
             special = {str(index): token for index, token in added.items() if token["special"]}
@@ -156,7 +161,7 @@ def _byte_level(
     metadata: Mapping[str, Any], tokens: list[str], added: Mapping[int, Any], config: Mapping[str, Any], where: str
 ) -> bytes:
     """tokenizer.json. Raises TokenizerError for a pre-tokenizer that is not supported."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = _pre(metadata)
     known = {name: key for key, name in reversed(PRE_TOKENIZERS.items())}
@@ -171,14 +176,38 @@ def _byte_level(
     steps: list[Any] = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in patterns]
     if pattern.startswith("Digits"):
         steps = [pre_tokenizers.Digits(individual_digits=True)]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer: Any = Tokenizer(models.BPE(vocab, merges, ignore_merges=ignore_merges))
+    tokenizer: Any = Tokenizer(models.BPE(vocab, _merges(metadata), ignore_merges=ignore_merges))
     if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=by_regex)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
+    return _finished(tokenizer, vocab, added, config)
+
+
+def _with_byte_fallback(
+    metadata: Mapping[str, Any], tokens: list[str], added: Mapping[int, Any], config: Mapping[str, Any]
+) -> bytes:
+    """tokenizer.json of sentencepiece's tokens with merges."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocab = {token: index for index, token in enumerate(tokens)}
+    options = {"unk_token": config.get("unk_token"), "fuse_unk": True, "byte_fallback": True}
+    tokenizer: Any = Tokenizer(models.BPE(vocab, _merges(metadata), **options))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return _finished(tokenizer, vocab, added, config)
+
+
+def _merges(metadata: Mapping[str, Any]) -> list[Any]:
+    return [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+
+
+def _finished(tokenizer: Any, vocab: Mapping[str, int], added: Mapping[int, Any], config: Mapping[str, Any]) -> bytes:
+    """tokenizer.json, with the tokens around a text and those that are split off it."""
+    from tokenizers import AddedToken
+
     named = {end: config[f"{end}_token"] for end in ("bos", "eos") if config[f"add_{end}_token"]}
     tokenizer.post_processor = special_tokens_around({end: (token, vocab[token]) for end, token in named.items()})
     tokenizer.add_special_tokens([AddedToken(**token) for token in added.values() if token["special"]])

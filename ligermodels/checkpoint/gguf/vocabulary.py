@@ -1,7 +1,8 @@
 """Writes a tokenizer as GGUF metadata: tokens, their types, scores or merges, special ids and chat templates.
 
-There are two kinds: pieces with scores (sentencepiece's BPE, from tokenizer.model or the merges of tokenizer.json),
-and byte-level tokens with merges, if llama.cpp has a name for their pre-tokenizer. Other tokenizers are refused.
+There are three kinds: pieces with scores (sentencepiece's BPE, from tokenizer.model or the merges of tokenizer.json),
+for Gemma 4 such pieces with the merges of tokenizer.json, and byte-level tokens with merges, if llama.cpp has a name
+for their pre-tokenizer. Other tokenizers are refused.
 There is a token for each row of the embedding; a row without one is named [PAD<row>].
 """
 
@@ -32,6 +33,8 @@ from ligermodels.checkpoint.gguf.tokenizer import (
 from ligermodels.errors import CheckpointError, TokenizerError
 
 _ADDED_SCORE = -1000.0
+_VISIBLE = {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'}
+"""Special tokens of Gemma 4 that llama.cpp types as user-defined, so that its parser of chats sees them."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ def add_tokenizer(
         if index is not None and index < rows:
             getattr(writer, f"add_{kind}_token_id")(index)
     around = tokenizer.encode("a")
+    if writer.arch == "gemma4" and around[:1] != [tokenizer.bos_token_id]:
+        warnings.warn(f"{where}: llama.cpp adds BOS to every text of a Gemma 4; this tokenizer does not.", stacklevel=4)
     writer.add_add_bos_token(around[:1] == [tokenizer.bos_token_id])
     writer.add_add_eos_token(around[-1:] == [tokenizer.eos_token_id])
     if templates := tokenizer.files.templates:
@@ -98,7 +103,14 @@ def _add_tokens(writer: Any, tokenizer: Any, rows: int, where: str) -> bool:
     model = state.get("model") or {}
     data = model_path.read_bytes() if model_path else b""
     pieces: dict[int, _Piece] | None = None
-    if data.startswith(b"\n"):  # a protobuf; tiktoken's file of the same name is text
+    with_merges = writer.arch == "gemma4"
+    if with_merges and model.get("type") == "BPE" and model.get("byte_fallback"):
+        pieces = {index: _Piece(text, _ADDED_SCORE, _type(text, model)) for text, index in model["vocab"].items()}
+    elif with_merges:
+        raise TokenizerError(
+            f"{where}: llama.cpp reads a Gemma 4 with merges and bytes alone, as its tokenizer.json has"
+        )
+    elif data.startswith(b"\n"):  # a protobuf; tiktoken's file of the same name is text
         pieces = sentencepiece_pieces(data)
     elif model.get("type") == "BPE" and model.get("byte_fallback"):
         pieces = _from_merges(model, added)
@@ -118,20 +130,25 @@ def _add_tokens(writer: Any, tokenizer: Any, rows: int, where: str) -> bool:
             stacklevel=5,
         )
     special, text_of = tokenizer.backend.special_ids, tokenizer.backend.id_to_token
+    if with_merges:
+        special = {index for index in special if text_of(index) not in _VISIBLE}
+        added = {index for index in added if SPACE not in (text_of(index) or "")}  # runs of spaces, which merges make
     tokens = [_token(index, text_of(index), pieces, special, added) for index in range(rows)]
     ids: dict[str, int] = {}
     for index, piece in enumerate(tokens):
         if ids.setdefault(piece.text, index) != index:
             both = f"{ids[piece.text]} and {index}"
             raise TokenizerError(f"{where}: {both} are both {piece.text[:80]!r}, which llama.cpp cannot distinguish")
-    if pieces is None and not model["merges"]:  # the gguf package drops an empty list
+    if (pieces is None or with_merges) and not model["merges"]:  # the gguf package drops an empty list
         raise TokenizerError(f"{where}: tokenizer.json has no merges, and llama.cpp reads no file without merges")
-    writer.add_tokenizer_model("gpt2" if pieces is None else "llama")
-    writer.add_tokenizer_pre(_pre_tokenizer(state, where) if pieces is None else "default")
+    writer.add_tokenizer_model("gpt2" if pieces is None else "gemma4" if with_merges else "llama")
+    if not with_merges:
+        writer.add_tokenizer_pre(_pre_tokenizer(state, where) if pieces is None else "default")
     writer.add_token_list([piece.text.encode() for piece in tokens])
     writer.add_token_types([piece.type for piece in tokens])
-    if pieces is None:
+    if pieces is None or with_merges:
         writer.add_token_merges([" ".join(_pair(merge)) for merge in model["merges"]])
+    if pieces is None:
         return False
     writer.add_token_scores([float(piece.score) for piece in tokens])
     starts = [tokenizer.backend.id_to_token(index) or "" for index in tokenizer.encode("a", add_special_tokens=False)]
@@ -191,11 +208,14 @@ def _from_merges(model: Mapping[str, Any], added: set[int]) -> dict[int, _Piece]
                 "are not those of a sentencepiece model, and llama.cpp would split texts differently.\n"
                 "  Next: put the tokenizer.model that it was made from beside it."
             )
-    pieces, unknown = {}, model.get("unk_token")
-    for text, index in vocab.items():
-        kind = BYTE if re.fullmatch("<0x[0-9A-F]{2}>", text) else UNKNOWN if text == unknown else NORMAL
-        pieces[index] = _Piece(text, -float(ranks.get(text, len(merges))), kind)
-    return pieces
+    return {i: _Piece(text, -float(ranks.get(text, len(merges))), _type(text, model)) for text, i in vocab.items()}
+
+
+def _type(text: str, model: Mapping[str, Any]) -> int:
+    """The type of a token of tokenizer.json with bytes."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", text):
+        return BYTE
+    return UNKNOWN if text == model.get("unk_token") else NORMAL
 
 
 def _normalizers(state: Mapping[str, Any] | None) -> set[str]:

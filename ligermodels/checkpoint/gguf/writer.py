@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ligermodels.checkpoint.files import GGUF
 from ligermodels.checkpoint.gguf.config import FAMILIES, ROPE_TABLES, check, llama3_divisors, metadata_of
-from ligermodels.checkpoint.gguf.layout import Change, Layout
+from ligermodels.checkpoint.gguf.gemma4 import tables_of
+from ligermodels.checkpoint.gguf.layout import DELTA_NETS, ONE_MORE, Change, Layout
 from ligermodels.checkpoint.gguf.reader import FLOATS, GgufFile, package
 from ligermodels.checkpoint.gguf.vocabulary import add_tokenizer
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
@@ -39,14 +40,13 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_
 class _Plan:
     """How a tensor of the file is made: of tensors of the source, which are stacked if they are experts', or a `table`.
 
-    change: None if the values are stored as they are. half: of the rows of each expert; None for all.
+    change: None if the values are stored as they are.
     """
 
     info: TensorInfo
     sources: tuple[str, ...] = ()
     stacked: bool = False
     change: Change | None = None
-    half: int | None = None
     table: Tensor | None = None
 
 
@@ -129,15 +129,14 @@ class GgufTarget:
                 box.copy_(self._view.read(source))
             return whole
         tensor = self._view.read(plan.sources[0])
-        tensor = plan.change.write(tensor) if plan.change else tensor
-        return (tensor if plan.half is None else tensor.chunk(2, 1)[plan.half]).to(plan.info.dtype)
+        return (plan.change.write(tensor) if plan.change else tensor).to(plan.info.dtype)
 
 
 def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
     """{name in the file: how it is made}, tables first."""
     config, rope = view.model.config, view.model.config.ropes["full"]
     layout = Layout(arch, config.model_type, vars(config))
-    tables: dict[str, list[float]] = {}
+    tables = tables_of(config)
     if rope["rope_type"] == "llama3":
         tables[ROPE_TABLES[0]] = llama3_divisors(rope, view.model.decoder.rotary_emb.dim)
     if rope["rope_type"] == "longrope":
@@ -148,7 +147,7 @@ def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
         plans[name] = _Plan(TensorInfo(table.dtype, tuple(table.shape)), table=table)
     groups: dict[str, list[str]] = {}
     for source in view.headers:
-        if source.startswith(_TOWER):
+        if source.startswith((_TOWER, *layout.left_out)):
             continue
         if not (places := layout.theirs(source)):
             raise ConfigError(f"{view.source}: llama.cpp has no place for {source} in a {config.model_type}")
@@ -157,9 +156,8 @@ def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
     for name, group in groups.items():
         sources = sorted(group, key=_expert)  # a file of safetensors has expert 10 before 2
         source, infos = sources[0], [view.headers[source] for source in sources]
-        places, stacked = layout.theirs(source), _EXPERT.search(source) is not None
-        half = places.index(name) if len(places) > 1 else None
-        change, shape = layout.change(source), infos[0].shape
+        stacked = _EXPERT.search(source) is not None
+        change, shape = layout.change(source, name), infos[0].shape
         file_dtype = dtype or reduce(torch.promote_types, [info.dtype for info in infos])
         if layout.is_float32(source, shape):
             file_dtype = torch.float32
@@ -169,11 +167,9 @@ def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
             )
         if change is not None:
             shape = tuple(change.write(torch.empty(shape, device="meta")).shape)
-        if half is not None:
-            shape = (shape[0], shape[1] // 2, *shape[2:])
         if stacked:
             shape = (len(sources), *shape)
-        plans[name] = _Plan(TensorInfo(file_dtype, shape), tuple(sources), stacked, change, half)
+        plans[name] = _Plan(TensorInfo(file_dtype, shape), tuple(sources), stacked, change)
     return plans
 
 
@@ -186,10 +182,14 @@ def _expert(source: str) -> int:
 def _warn_of_losses(view: Any, arch: str) -> None:
     """Warns of what the file cannot hold, except windows (`check`) and NFC (vocabulary.py)."""
     lost = []
-    rounded = ["norm weights as 1 + weight"] * (arch in ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe"))
-    rounded += ["A_log as -exp(A_log)"] * (arch in ("qwen35", "qwen35moe"))
+    rounded = ["norm weights as 1 + weight"] * (arch in ONE_MORE)
+    rounded += ["A_log as -exp(A_log)"] * (arch in DELTA_NETS)
     if rounded:
         lost.append(f"GGUF stores {' and '.join(rounded)}, in fp32: read back, they are rounded to 1e-7.")
+    if arch == "qwen3next" and any(name.startswith("mtp.") for name in view.headers):
+        lost.append(
+            "the layer for multi-token prediction (mtp.*) is left out: most builds of llama.cpp read none of it."
+        )
     if any(name.startswith(_TOWER) for name in view.headers):
         lost.append(f"only the text is written: llama.cpp has the vision tower ({_TOWER}*) in another file, mmproj.")
     if view.model.config.ropes["full"]["rope_type"] == "longrope":
