@@ -30,6 +30,7 @@ from ligermodels.conversion import MismatchError, Options, convert, inspect, ver
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, TokenizerError
 from ligermodels.text import Tokenizer
 from ligermodels.training import load_mtp
+from tests.arch import gemma3_vl, gemma4_vl
 from tests.arch.qwen3_vl import qwen3_vl, qwen3_vl_moe
 from tests.arch.test_qwen3_5 import with_images
 from tests.arch.test_qwen3_5_moe import mtp_tensors as mtp_tensors_with_experts
@@ -493,6 +494,8 @@ def test_a_file_that_is_not_what_was_to_be_written(tmp_path, model_of, monkeypat
 LOSSES = {
     "llama": (), "gemma": ("as 1 + weight, in fp32",), "gemma2": ("as 1 + weight, in fp32",), "phi3": (),
     "phi3, long": ("by its context size",), "qwen2": ("ignores the NFC",),
+    "gemma4": (),
+    "qwen3_next": ("as 1 + weight and A_log as -exp(A_log), in fp32",),
     **dict.fromkeys(("qwen3.5", "qwen3.5 with experts"), ("as 1 + weight and A_log as -exp(A_log), in fp32",)),
 }  # fmt: skip
 
@@ -528,6 +531,19 @@ REFUSED = [
     ("gemma3_text", {**GEMMA3, "final_logit_softcapping": 30.0}, "final_logit_softcapping 30"),
     ("gemma3_text", {**GEMMA3, "layer_types": ["full_attention"] * 7}, "layer_types other than full attention in"),
     ("gemma3_text", {**GEMMA3, "rope_local_base_freq": 2e4}, "the rope .*20000.* of sliding layers"),
+    ("gemma4_text", {**GEMMA4, "attention_bias": True}, "attention_bias"),
+    ("gemma4_text", {**GEMMA4, "layer_types": [FULL, FULL], "sliding_window": None}, "sliding_window null"),
+    ("gemma4_text", {**GEMMA4, "rope_parameters": {**GEMMA4["rope_parameters"], FULL: {"rope_theta": 1e6}}},
+     "the rope .*default.* of full blocks"),
+    ("gemma4_text", {**GEMMA4, "rope_parameters": {**GEMMA4["rope_parameters"], SLIDING: {
+        "rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}}, "the rope .*linear.* of sliding blocks"),
+    ("gemma4_text", {**GEMMA4_SHARED, "num_kv_shared_layers": 3}, "num_kv_shared_layers without"),
+    ("gemma4_text", {**GEMMA4_SHARED, "vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input 99"),
+    ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "rope_type proportional"),
+    ("qwen3_next", {**QWEN3_NEXT, "norm_topk_prob": False}, "norm_topk_prob false"),
+    ("qwen3_next", {**QWEN3_NEXT, "mlp_only_layers": [1]}, "blocks without experts"),
+    ("qwen3_next", {**QWEN3_NEXT, "linear_value_head_dim": 8}, r"linear_value_head_dim 8 \(it takes 16"),
+    ("qwen3_next", {**QWEN3_NEXT, "layer_types": ["full_attention", "linear_attention"]}, "layer_types other than"),
     ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": False}, "norm_topk_prob false"),
     ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}, "blocks without experts"),
     ("qwen3_moe", {**QWEN3_MOE, "attention_bias": True}, "attention_bias"),
@@ -734,6 +750,68 @@ def test_the_text_of_a_model_that_reads_images(tmp_path, model_of, name):
     for source, kind in ((text, "text"), (images, "images")):
         to_gguf(source, tmp_path / f"{kind}.gguf", name="tiny", verify="bytes")
     assert (tmp_path / "text.gguf").read_bytes() == (tmp_path / "images.gguf").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:.*1 . weight")
+def test_the_layer_of_qwen3_next_for_multi_token_prediction_is_left_out(tmp_path, model_of):
+    source = shutil.copytree(model_of("qwen3_next", torch.float32), tmp_path / "tiny")
+    to_gguf(source, tmp_path / "without.gguf")
+    mtp = mtp_tensors_with_experts(read_json(source / "config.json"))
+    save_file(load_file(source / "model.safetensors") | mtp, source / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"multi-token prediction \(mtp\.\*\) is left out"):
+        to_gguf(source, tmp_path / "out.gguf", verify="bytes")
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "without.gguf").read_bytes()
+
+
+def test_a_part_of_a_projection_of_qwen3_next_that_is_missing(tmp_path, model_of):
+    to_gguf(model_of("qwen3_next", torch.float32), tmp_path / "model.gguf")
+    gate = "blk.0.attn_gate.weight"
+    rewritten(tmp_path / "model.gguf", tmp_path / "bad.gguf", name_of=lambda name: None if name == gate else name)
+    with pytest.raises(CheckpointError, match=r"lacks blk\.0\.attn_gate\.weight, a part of .*in_proj_qkvz"):
+        ligermodels.load(tmp_path / "bad.gguf", **QUIET)
+
+
+@pytest.mark.parametrize("family, config, kind", [
+    ("gemma3", gemma3_vl.tiny(num_hidden_layers=6, query_pre_attn_scalar=8, head_dim=8, layer_types=None), "gemma 2"),
+    ("gemma4", gemma4_vl.tiny(), "gemma 4"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*(1 . weight|only the text model is read)")
+def test_the_text_of_gemma_with_images(tmp_path, family, config, kind):
+    text = config["text_config"] | {"vocab_size": rows_of(kind), "model_type": f"{family}_text"}
+    text |= {"vocab_size_per_layer_input": rows_of(kind)} if family == "gemma4" else {"rope_parameters": None}
+    text = {name: value for name, value in text.items() if value is not None}
+    whole = ARCHS[family].from_config({**config, "text_config": text}, device="cpu", seed=1)
+    whole.save_pretrained(tmp_path / "images")
+    add_tokenizer(tmp_path / "images", kind)
+    to_gguf(tmp_path / "images", tmp_path / "out.gguf", verify="bytes")
+    assert fields_of(tmp_path / "out.gguf")["general.architecture"] == family
+    back, ids = load(tmp_path / "out.gguf"), torch.arange(40).reshape(1, 40)
+    assert back.config.model_type == f"{family}_text"
+    torch.testing.assert_close(back(ids).logits, whole(ids).logits, rtol=0, atol=1e-5)
+
+
+def other_table(tensor):
+    return np.array(tensor.data) * (0.5 if tensor.name == "rope_freqs.weight" else 1), None
+
+
+@pytest.mark.parametrize("name, change, message", [
+    ("gemma4", {"rope.dimension_count_swa": 4}, "rope.dimension_count_swa 4 is not attention.key_length_swa"),
+    ("gemma4", {"attention.head_count_kv": [2, 1]}, "full blocks with attn_v have 1 key heads"),
+    ("gemma4", {"attention.sliding_window_pattern": [True]}, "has 1 values for 2 layers"),
+    ("gemma4, shared keys", {"attention.head_count_kv": [2, 1, 1, 1, 1, 1]}, "differs between blocks of one kind"),
+    ("gemma4, shared keys", {"feed_forward_length": [48, 48, 48, 96, 96, 96]}, "is not double from block 4 on"),
+    ("gemma4", other_table, "rope_freqs.weight is not 8 numbers, of which the first are 1"),
+])  # fmt: skip
+def test_a_file_of_gemma_4_that_is_not_computed(tmp_path, model_of, name, change, message):
+    to_gguf(model_of(name, torch.float32), tmp_path / "model.gguf")
+    if callable(change):
+        rewritten(tmp_path / "model.gguf", tmp_path / "bad.gguf", values_of=change)
+    else:
+        arrays = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32]
+        values = {f"gemma4.{key}": (x, arrays if isinstance(x, list) else NEW[int]) for key, x in change.items()}
+        rewritten(tmp_path / "model.gguf", tmp_path / "bad.gguf", lambda fields: fields.update(values))
+    with pytest.raises(ConfigError, match=message):
+        ligermodels.load(tmp_path / "bad.gguf", **QUIET)
 
 
 def with_tower(folder: Path, family: str, **fields) -> Path:

@@ -32,7 +32,8 @@ TYPES = {"normal": 1, "unknown": 2, "control": 3, "user defined": 4, "unused": 5
 
 def converted(tmp_path: Path, kind: str, change=lambda folder: None) -> tuple[Tokenizer, dict]:
     """The tokenizer of a small model, after `change` was applied to its folder, and the keys of the GGUF file."""
-    folder = small_model(tmp_path / "source", kind)
+    family = ("gemma4_text", {"hidden_size_per_layer_input": 0}) if kind == "gemma 4" else ("llama", {})
+    folder = small_model(tmp_path / "source", kind, family[0], **family[1])
     change(folder)
     to_gguf(folder, tmp_path / "out.gguf")
     fields = fields_of(tmp_path / "out.gguf")
@@ -110,6 +111,50 @@ def test_byte_level(tmp_path, kind, split):
         "add_bos_token": True, "add_eos_token": False,
     }  # fmt: skip
     assert {key: fields.get(key) for key in wanted} == wanted
+
+
+def test_gemma_4(tmp_path):
+    """Tokens with merges: runs of spaces are made by them, and some special tokens are shown."""
+    visible = edited(lambda state: state["added_tokens"].append({"id": 680, **folders.added("<|channel>")}))
+    _, fields = converted(tmp_path, "gemma 4", visible)
+    state = read_json(tmp_path / "source" / "tokenizer.json")
+    added = {token["id"]: token["special"] for token in state["added_tokens"]}
+    for index, (token, kind) in enumerate(zip(fields["tokens"][:681], fields["token_type"], strict=False)):
+        expected = "control" if added.get(index) else "user defined" if index in added else "normal"
+        if index in (3, 680):
+            expected = "unknown" if index == 3 else "user defined"
+        elif token.startswith("<0x"):
+            expected = "byte"
+        elif token.startswith("▁▁"):
+            expected = "normal"
+        assert kind == TYPES[expected], token
+    assert fields["tokens"][680] == "<|channel>" and "▁▁" in fields["tokens"] and "\n\n" in fields["tokens"]
+    wanted = {
+        "model": "gemma4", "pre": None, "merges": [" ".join(pair) for pair in state["model"]["merges"]],
+        "add_space_prefix": False, "add_bos_token": True, "add_eos_token": False, "unknown_token_id": 3,
+    }  # fmt: skip
+    assert {key: fields.get(key) for key in wanted} == wanted
+
+
+def test_a_gemma_4_without_bos(tmp_path):
+    with pytest.warns(UserWarning, match="llama.cpp adds BOS to every text of a Gemma 4; this tokenizer does not"):
+        ours, fields = converted(tmp_path, "gemma 4", edited(lambda state: state.update(post_processor=None)))
+    assert not fields["add_bos_token"] and ours.encode("a")[0] != 2
+    assert Tokenizer.from_hub(tmp_path / "out.gguf").encode("a") == [2, *ours.encode("a")]
+
+
+def test_an_unknown_token_that_is_typed_as_a_control_token(tmp_path):
+    """As llama.cpp's converter types that of Gemma 3."""
+    ours, fields = converted(tmp_path, "gemma 2")
+    assert fields["token_type"][3] == TYPES["unknown"] and fields["unknown_token_id"] == 3
+
+    def change(fields):
+        fields["tokenizer.ggml.token_type"][0][3] = TYPES["control"]
+
+    rewritten(tmp_path / "out.gguf", tmp_path / "control.gguf", change)
+    read = Tokenizer.from_hub(tmp_path / "control.gguf")
+    assert [read.encode(text) for text in (*TEXTS, "a<unk>")] == [ours.encode(text) for text in (*TEXTS, "a<unk>")]
+    assert read.backend.special_ids == ours.backend.special_ids and read.files.named["unk_token"] == "<unk>"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -232,6 +277,15 @@ REFUSED = [
     (edited(lambda state: state["added_tokens"].append({"id": 424, **folders.added("[PAD425]")})), TokenizerError,
      "424 and 425 are both"),
 ]  # fmt: skip
+
+
+def test_a_gemma_4_without_merges(tmp_path):
+    def scores_alone(folder: Path) -> None:
+        shutil.copy(tokenizer_folder("gemma 2") / "tokenizer.model", folder)
+        (folder / "tokenizer.json").unlink()
+
+    with pytest.raises(TokenizerError, match="a Gemma 4 with merges and bytes alone"):
+        converted(tmp_path, "gemma 4", scores_alone)
 
 
 @pytest.mark.parametrize("change, error, message", REFUSED)
