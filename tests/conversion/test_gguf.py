@@ -790,6 +790,14 @@ def test_the_text_of_gemma_with_images(tmp_path, family, config, kind):
     torch.testing.assert_close(back(ids).logits, whole(ids).logits, rtol=0, atol=1e-5)
 
 
+def test_a_cap_of_gemma_3(tmp_path, model_of):
+    """No released file has one; newer builds of llama.cpp compute it."""
+    to_gguf(model_of("gemma3"), tmp_path / "model.gguf", dtype="fp32")
+    put("gemma3.final_logit_softcapping", 0.5)(tmp_path / "model.gguf", tmp_path / "capped.gguf")
+    plain, capped, ids = load(tmp_path / "model.gguf"), load(tmp_path / "capped.gguf"), torch.arange(9).reshape(1, 9)
+    torch.testing.assert_close(capped(ids).logits, 0.5 * (plain(ids).logits / 0.5).tanh())
+
+
 def other_table(tensor):
     return np.array(tensor.data) * (0.5 if tensor.name == "rope_freqs.weight" else 1), None
 

@@ -236,6 +236,7 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
     if model_type == "gemma3_text":
         config["rope_local_base_freq"] = float(metadata.get("rope.freq_base_swa", 10000.0))
         config["sliding_window_pattern"] = metadata.get("attention.sliding_window_pattern", 6)
+        config["final_logit_softcapping"] = metadata.get("final_logit_softcapping")
     if model_type == "gemma4_text":
         del config["rope_theta"], config["rope_scaling"]
         config |= gemma4.config_of(metadata, fields, headers, tables)
