@@ -101,6 +101,21 @@ def byte_level(folder: Path) -> Path:
     return folder
 
 
+def harmony(folder: Path, chat_template: str) -> Path:
+    """In the manner of gpt-oss: byte-level BPE with the tokens of the harmony format."""
+    native = trained_bytes(r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+", ignore_merges=True)
+    names = "startoftext endoftext return constrain channel start end message call".split()
+    native.add_special_tokens([AddedToken(f"<|{name}|>", normalized=False) for name in names])
+    write(folder, "tokenizer.json", native.to_str())
+    config = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": chat_template}
+    decoder = {str(index): token.__getstate__() for index, token in native.get_added_tokens_decoder().items()}
+    write(folder, "tokenizer_config.json", {**config, "added_tokens_decoder": decoder})
+    stops = [native.token_to_id(f"<|{name}|>") for name in ("return", "endoftext", "call")]
+    write(folder, "generation_config.json", {"eos_token_id": stops})
+    return folder
+
+
 def sentencepiece_model(**options: Any) -> bytes:
     """A trained .model, by default as Llama 2's: BPE, byte fallback, dummy prefix, no normalisation."""
     writer = io.BytesIO()

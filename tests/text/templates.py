@@ -80,7 +80,38 @@ GEMMA_3 = """{{ bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 
-TEMPLATES = {"llama 3": LLAMA_3, "qwen 3": QWEN_3, "gemma 3": GEMMA_3}
+HARMONY = """{{- '<|start|>system<|message|>Reasoning: ' ~ (reasoning_effort or 'medium') ~ '<|end|>' }}
+{%- for tool in tools or [] %}{{ '<|start|>developer<|message|># Tools\\n\\n' ~ tool | tojson ~ '<|end|>' }}{% endfor %}
+{%- set ns = namespace(called='') %}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}
+        {{- '<|start|>developer<|message|># Instructions\\n\\n' ~ m.content ~ '<|end|>' }}
+    {%- elif m.role == 'user' %}
+        {{- '<|start|>user<|message|>' ~ m.content ~ '<|end|>' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|start|>functions.' ~ ns.called ~ ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- m.content ~ '<|end|>' }}
+    {%- elif m.tool_calls %}
+        {%- set said = messages[loop.index:] | selectattr('role', 'eq', 'assistant') | rejectattr('tool_calls') %}
+        {%- set thought = m.thinking or m.content %}
+        {%- if thought and not said | list %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' ~ thought ~ '<|end|>' }}
+        {%- endif %}
+        {%- set call = m.tool_calls[0].function %}{% set ns.called = call.name %}
+        {{- '<|start|>assistant to=functions.' ~ call.name ~ '<|channel|>commentary json<|message|>' }}
+        {{- call.arguments | tojson ~ '<|call|>' }}
+    {%- else %}
+        {%- set ends = loop.last and not add_generation_prompt %}
+        {%- if ends and m.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' ~ m.thinking ~ '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' ~ m.content ~ ('<|return|>' if ends else '<|end|>') }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+"""gpt-oss': reasoning is written in the last message alone, and beside tool calls until an answer follows."""
+
+TEMPLATES = {"llama 3": LLAMA_3, "qwen 3": QWEN_3, "gemma 3": GEMMA_3, "harmony": HARMONY}
 
 SYSTEM = {"role": "system", "content": " You are a cat. "}
 USER = {"role": "user", "content": "  Where is the mat?\n"}

@@ -8,10 +8,11 @@ found in one of two ways:
   token that ends its turn and the line break that many templates write after it. The offsets of the tokens map
   characters to tokens.
 Three kinds of templates render text that is no prefix of the whole, and are handled: an end of text after the last
-message only (Phi 3), reasoning that only the messages after the last question have (Qwen 3), and the header of a next
-answer at the end of every text (old Llama 3), which is not trained. Any other rewriting of earlier turns is an error,
-and so is a template that leaves out tools, tool calls or reasoning. Answers in preference tuning are masked in the same
-way as the completion of a prompt.
+message only (Phi 3, gpt-oss), reasoning that only the messages after the last question have (Qwen 3, gpt-oss), and the
+header of a next answer at the end of every text (old Llama 3), which is not trained. Any other rewriting of earlier
+turns is an error, and so is a template that leaves out tools, tool calls or reasoning. gpt-oss' template ends the last
+answer with <|return|>, which is trained, and earlier ones with <|end|>, which is not: a model that learned to end an
+answer with that would go on. Answers in preference tuning are masked in the same way as the completion of a prompt.
 """
 
 import contextlib
@@ -334,12 +335,16 @@ def _spans(
 
 
 def _ways_to_begin(messages: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """The messages before the last, and the last: as they are, then without the reasoning that later ones may end."""
+    """The messages before the last, and the last: as they are, then without the reasoning that later ones may end.
+
+    For gpt-oss the content beside tool calls is reasoning, too."""
     yield messages[:-1], messages[-1]
     plain = [*map(_without_reasoning, messages)]
-    yield messages[:-1], plain[-1]
-    yield plain[:-1], messages[-1]
-    yield plain[:-1], plain[-1]
+    bare = [{k: v for k, v in m.items() if k != "content"} if m.get("tool_calls") else m for m in plain]
+    for shortened in (plain, bare):
+        yield messages[:-1], shortened[-1]
+        yield shortened[:-1], messages[-1]
+        yield shortened[:-1], shortened[-1]
 
 
 def _without_reasoning(message: dict[str, Any]) -> dict[str, Any]:

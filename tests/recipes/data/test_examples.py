@@ -15,7 +15,7 @@ from ligermodels.recipes.data.formats import Conversation, Text, Tokens
 from ligermodels.text import Tokenizer
 from tests.text import folders
 from tests.text.families import FAMILIES, theirs
-from tests.text.templates import CALL, CONVERSATIONS, FIND, LLAMA_3, QWEN_3, SAID, SYSTEM, USER, WEATHER
+from tests.text.templates import CALL, CONVERSATIONS, FIND, HARMONY, LLAMA_3, QWEN_3, SAID, SYSTEM, USER, WEATHER
 
 LINE_BREAK = "{% endgeneration %}{{ '\\n' }}"
 MARKED = QWEN_3.replace(LINE_BREAK, "{{ '\\n' }}{% endgeneration %}")  # as TRL marks a turn
@@ -138,6 +138,54 @@ def test_families(folder_of, name):
         assert trained_text(tokenizer, found).replace(" ", "") == expected
     found = encode(Conversation(TALK), tokenizer, every_token=True)
     assert (found.ids, found.labels, found.ends) == (ids, [IGNORED, *ids[1:]], True)
+
+
+FINAL, ANALYSIS = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
+CALLS = ' to=functions.find<|channel|>commentary json<|message|>{"what":"the<mat>","count":3}<|call|>'
+ASKS = {"role": "assistant", "tool_calls": [CALL]}
+HARMONIES = {
+    "answer": ([USER, SAID], f"{FINAL}SAID<|return|>"),
+    "reasoning": (
+        [SYSTEM, USER, SAID | {"thinking": "hm"}], f"{ANALYSIS}hm<|end|><|start|>assistant{FINAL}SAID<|return|>"
+    ),
+    "rounds": (  # <|end|>, with which the template ends earlier answers, stops nothing and is not trained
+        [SYSTEM, USER, SAID | {"reasoning": "no"}, USER, SAID, USER, SAID | {"reasoning_content": "hm"}],
+        f"{FINAL}SAID|{FINAL}SAID|{ANALYSIS}hm<|end|><|start|>assistant{FINAL}SAID<|return|>",
+    ),
+    "call": (
+        [USER, ASKS | {"thinking": "hm"}, {"role": "tool", "content": "here"}],
+        f"{ANALYSIS}hm<|end|><|start|>assistant{CALLS}",
+    ),
+    "call and answer": (
+        [USER, ASKS | {"thinking": "no"}, {"role": "tool", "content": "here"}, SAID | {"thinking": "hm"}, USER],
+        f"{CALLS}|{FINAL}SAID",
+    ),
+    "calls with content": (
+        [USER, ASKS | {"content": "no"}, {"role": "tool", "content": "here"}, ASKS, {"role": "tool", "content": "here"},
+         SAID, USER, ASKS | {"content": "hm"}, {"role": "tool", "content": "here"}, SAID],
+        f"{CALLS}|{CALLS}|{FINAL}SAID|{CALLS}|{FINAL}SAID<|return|>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMONIES)
+@pytest.mark.parametrize("source", ["ours", "released"])
+def test_gpt_oss(tmp_path, name, source):
+    """What the model says after `<|start|>assistant`, and nothing else; "released" is the template as TRL has it."""
+    template, (chat, expected) = HARMONY, HARMONIES[name]
+    if source == "released":
+        template = (Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / "gptoss.jinja").read_text()
+    tokenizer = Tokenizer.from_folder(folders.harmony(tmp_path, template))
+    found = encode(Conversation(chat), tokenizer)
+    assert found.ends
+    said = SAID["content"].replace(" ", "")
+    assert trained_text(tokenizer, found).replace(" ", "") == expected.replace(" ", "").replace("SAID", said)
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert tokenizer.decode(found.ids) == rendered
+    assert tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True).endswith(
+        "<|end|><|start|>assistant"
+    )
+    assert tokenizer.convert_ids_to_tokens(list(tokenizer.chat_stop_ids)) == ["<|return|>", "<|endoftext|>", "<|call|>"]
 
 
 def test_a_header_at_the_end_of_every_text_is_not_trained(byte_level):
