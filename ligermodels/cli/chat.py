@@ -187,15 +187,24 @@ def _tokenizer(processor: "Tokenizer | Processor") -> "Tokenizer":
 
 
 def _answer(writer: Writer, processor: Any, messages: list[dict[str, Any]]) -> str:
-    """Prints the answer to a conversation and returns it. Ctrl-C ends the answer, not the chat."""
-    tokenizer, images, inputs = writer.tokenizer, (), {}
+    """Prints the answer to a conversation and returns it as later turns have it. Ctrl-C ends it, not the chat."""
+    from ligermodels.text import StopStrings
+    from ligermodels.text.harmony import PROMPT_END, HarmonyDecoder
+
+    tokenizer, images, inputs, harmony = writer.tokenizer, (), {}, None
     if processor is tokenizer:
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer.encode(str(prompt), add_special_tokens=False)
+        prompt = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
+        harmony = HarmonyDecoder(tokenizer) if prompt.endswith(PROMPT_END) else None
     else:
         inputs = dict(processor.apply_chat_template(messages, add_generation_prompt=True).to(writer.model.device))
         del inputs["attention_mask"]
         ids = inputs.pop("input_ids")[0].tolist()
         parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
         images = tuple(part["image"] for part in parts if part["type"] == "image")
-    return writer.write(ids, tokenizer.chat_stop_ids, images=images, inputs=inputs, interruptible=True)
+    options: Any = dict(decoder=harmony, images=images, inputs=inputs, interruptible=True)
+    text = writer.write(ids, tokenizer.chat_stop_ids, **options)
+    if harmony is None:
+        return text
+    stops = StopStrings(writer.args.stop)
+    return stops.put(harmony.content)[0] + stops.flush()

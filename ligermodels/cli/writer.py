@@ -48,14 +48,16 @@ class Writer:
         stop_ids: Sequence[int],
         *,
         after: Sequence[int] = (),
+        decoder: Any = None,
         images: tuple[Any, ...] = (),
         inputs: Mapping[str, Any] | None = None,
         interruptible: bool = False,
     ) -> str:
         """Prints the text after `ids` token by token, then its speed on stderr. Returns the text.
 
-        after: the ids that the text continues; () for an answer, which is a new text. images: those of the prompt, in
-        order. inputs: the arguments of the model for them. interruptible: Ctrl-C ends the text, not the command.
+        after: the ids that the text continues; () for an answer, which is a new text. decoder: in place of a
+        `StreamDecoder`. images: those of the prompt, in order. inputs: the arguments of the model for them.
+        interruptible: Ctrl-C ends the text, not the command.
         """
         import torch
 
@@ -74,7 +76,7 @@ class Writer:
         if not cached:
             self.images_end = len(ids) if images else 0
         prompt = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
-        decoder, stops = StreamDecoder(self.tokenizer, after=after), StopStrings(args.stop)
+        decoder, stops = decoder or StreamDecoder(self.tokenizer, after=after), StopStrings(args.stop)
         tokens = generate_iter(
             self.model,
             prompt,

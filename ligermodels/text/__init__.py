@@ -6,6 +6,7 @@ backend      the vocabulary as a `tokenizers.Tokenizer`, which sentencepiece mak
              tokenizer.model, and tiktoken of tiktoken's tokenizer.model and tekken.json
 chat         chat templates, which run in sandbox
 stream       decodes token by token, and stops at stop strings
+harmony      decodes answers in messages with channels, as gpt-oss gives them
 """
 
 from ligermodels.text.stream import StopStrings as StopStrings, StreamDecoder as StreamDecoder
