@@ -12,6 +12,7 @@ model.layers.0.self_attn.q_proj.lora_A.weight. Modules in `modules_to_save` are 
 import collections
 import contextlib
 import copy
+import dataclasses
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -81,7 +82,7 @@ def add_lora(
         raise InputError("add_lora: adapters of target_parameters cannot have dropout or DoRA; leave these out")
     chosen = _targets(model, targets) if targets or not stacked else {}
     saved = _named(model, modules_to_save, chosen, "add_lora")
-    _rearranged(model, chosen, [*stacked, *saved], "add_lora")
+    _rearranged(model, chosen, stacked, saved, "add_lora")
     for name, module in chosen.items():
         if (reason := why_not_fused(module, nn.Linear, QuantizedLinear)) is not None:
             raise InputError(f"add_lora: {name} cannot get an adapter, because of {reason}")
@@ -184,8 +185,9 @@ def save_adapter(model: Any, folder: str | Path, *, per_expert: bool = False) ->
         for name, parameter in model.named_parameters()
         if ".lora_" in name or any(name.startswith(f"{module}.") for module in saved)
     }
-    for module, regions in _rearranged(model, linears, [*experts, *saved], "save_adapter").items():
-        for name in (f"{module}.lora_B.weight", f"{module}.lora_magnitude_vector.weight"):
+    for key, regions in _rearranged(model, linears, experts, saved, "save_adapter").items():
+        b = f"{key}_adapter.lora_B.weight" if key in experts else f"{key}.lora_B.weight"
+        for name in (b, f"{key}.lora_magnitude_vector.weight"):
             if name in parameters:
                 rows = files.whole(parameters[name])
                 parameters[name] = torch.cat([region.to_disk(rows[region.index]) for region in regions])
@@ -256,7 +258,11 @@ def load_adapter(
             f"{folder}: of modules_to_save {list(names)}, {', '.join(differ[:3])} differ from this {_kind(model)} in "
             f"name or shape.\n  Likely: {likely}."
         )
-    for name, regions in _rearranged(model, parts, [*factors, *saved], "load_adapter").items():
+    for name, regions in _rearranged(model, parts, factors, saved, "load_adapter").items():
+        if name in factors:
+            a, b, *size = factors[name]
+            factors[name] = (a, regions[0].from_disk(b), *size)  # type: ignore[assignment]
+            continue
         for key in parts[name].keys() - {"A"}:
             rows = parts[name][key]
             parts[name][key] = torch.cat([region.from_disk(rows[region.index]) for region in regions])
@@ -312,12 +318,13 @@ def _by_module(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, d
 
 
 def _rearranged(
-    model: Any, adapted: Container[str], others: Sequence[str], where: str
+    model: Any, adapted: Container[str], experts: Container[str], saved: Iterable[str], where: str
 ) -> dict[str, list[weights.Region]]:
-    """{name: regions of its weight} of the linear modules in `adapted` whose rows are in another order on disk.
+    """{name: regions of the rows of B} where these are in another order on disk, of the linear modules in `adapted` and
+    of the weights in `experts`.
 
-    That is the order of PEFT's files, so B and the magnitudes are rearranged as they are written and read.
-    others: names of stacked weights with an adapter, and of modules that are saved whole.
+    That is the order of PEFT's files, so B and the magnitudes are rearranged as they are written and read. Whether the
+    disk has [E, out, in] or [E, in, out] is the same to PEFT's A and B. saved: names of modules that are saved whole.
     Raises InputError for a weight that is rearranged on disk in a way that is not computed here for adapters.
     """
     table = getattr(model, "DISK_NAMES", {})
@@ -328,17 +335,19 @@ def _rearranged(
     )  # those here may be quantised or sharded
     orders: dict[str, list[weights.Region]] = {}
     for region in weights.regions(shapes, table):
-        module = region.param.removesuffix(".weight")
-        if not region.is_rearranged:
+        module, is_stacked = region.param.removesuffix(".weight"), region.param in experts
+        is_saved = any(region.param.startswith(f"{name}.") for name in saved)
+        if not region.is_rearranged or not (is_stacked or module in adapted or is_saved):
             continue
-        is_other = any(f"{region.param}.".startswith(f"{other}.") for other in others)
-        if is_other or (module in adapted and (region.transposed or region.dim != 0)):
+        # The rows of B [out, r] or [out, r E] are those of a weight [out, in] or [E, out, in].
+        rows = dataclasses.replace(region, dim=region.dim - 1, transposed=False) if is_stacked else region
+        if is_saved or rows.transposed or (rows.order is not None and rows.dim) or (is_stacked and rows.index):
             raise InputError(
                 f"{where}: {region.param} has another layout on disk, {region.source}, which files of adapters cannot "
                 "have: leave it out of targets, target_parameters and modules_to_save"
             )
-        if module in adapted:
-            orders.setdefault(module, []).append(region)
+        if rows.order is not None:
+            orders.setdefault(region.param if is_stacked else module, []).append(rows)
     return orders
 
 
