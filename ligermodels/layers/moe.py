@@ -238,7 +238,7 @@ class MoE(Layer):
     the experts. experts_first: `experts` stand before `gate` in the order of parameters, by which optimizers know them.
     activation: as in GatedMLP.
     shared_size: the size of `shared_expert`, a GatedMLP that every token passes and whose output is added; 0 for none.
-    shared_name: its name, where it is another.
+    shared_name: its name, where it is another. router_name: that of the router, where it is not `gate`.
     shared_gate: its output is first multiplied by sigmoid(shared_expert_gate(x)), a number per token.
     With the attribute `recompute` the backward recomputes the experts' gate and up, 2 top_k intermediate_size numbers
     per token, instead of saving them. tp: as in `GatedMLP`; each rank routes all tokens to its shards of all experts.
@@ -261,6 +261,7 @@ class MoE(Layer):
         shared_size: int = 0,
         shared_name: str = "shared_expert",
         shared_gate: bool = False,
+        router_name: str = "gate",
         fp32_router: bool = False,
         **routing: Any,
     ):
@@ -269,19 +270,20 @@ class MoE(Layer):
         check_routing(num_experts, top_k=top_k, **routing)
         self.top_k, self.routing = top_k, routing
         self.jitter_noise = jitter_noise
-        self.gate = Router(hidden_size, num_experts, fp32=fp32_router, bias=bias)
+        self.router_name = router_name
+        self.add_module(router_name, Router(hidden_size, num_experts, fp32=fp32_router, bias=bias))
         self.experts = Experts(hidden_size, intermediate_size, num_experts=num_experts, activation=activation)
         if experts_first:
-            self.gate = self._modules.pop("gate")  # type: ignore[assignment]
+            self.add_module(router_name, self._modules.pop(router_name))
         self.register_buffer("expert_loads", None, persistent=False)
         self.shared_name = shared_name
         self.add_module(shared_name, GatedMLP(hidden_size, shared_size, activation=activation) if shared_size else None)
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_size and shared_gate else None
 
     @property
-    def router(self) -> Router:
-        """The gate, also inside a wrapper of PEFT."""
-        modules = (self.gate,) if isinstance(self.gate, Router) else self.gate.modules()
+    def plain_router(self) -> Router:
+        """The router, also inside a wrapper of PEFT."""
+        modules = getattr(self, self.router_name).modules()
         return next(module for module in modules if isinstance(module, Router))
 
     @property
@@ -305,14 +307,14 @@ class MoE(Layer):
         and what the shared expert saves, with its output and the number that multiplies it."""
         inside = self.top_k * self.experts.saved_per_row if policy == "none" else 0
         if self.routing.get("score") != "sigmoid" and not self.routing.get("normalize", True):
-            inside += (1 + self.gate.fp32) * len(self.gate.weight)
+            inside += (1 + self.plain_router.fp32) * len(self.plain_router.weight)
         if self.shared is not None:
             inside += self.shared.saved_per_token(policy)
         return inside + (0 if self.shared_expert_gate is None else 1 + self.shared_expert_gate.in_features)
 
     def unread_bytes(self, rows: int) -> float:
         """Bytes of the experts that a step of decoding `rows` rows is expected not to read."""
-        unused = (1 - self.top_k / len(self.gate.weight)) ** rows
+        unused = (1 - self.top_k / len(self.plain_router.weight)) ** rows
         return unused * sum(x.nbytes for x in (*self.experts.parameters(), *self.experts.buffers()))
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -320,7 +322,7 @@ class MoE(Layer):
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
         x = x if self.tp is None else self.tp.all_gather(x, 1)
         rows = attach_to_view(x, x.reshape(-1, x.shape[-1]))
-        router_logits = self.gate(rows)
+        router_logits = getattr(self, self.router_name)(rows)
         weights, chosen = self.choose(router_logits)
         if experts is not None:
             chosen = torch.where(experts < 0, chosen, experts)
@@ -336,7 +338,7 @@ class MoE(Layer):
 
     def choose(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """The weights and the experts [T, top_k] of each token."""
-        return route(router_logits, top_k=self.top_k, bias=self.router.e_score_correction_bias, **self.routing)
+        return route(router_logits, top_k=self.top_k, bias=self.plain_router.e_score_correction_bias, **self.routing)
 
     def _add_shared(self, y: Tensor, rows: Tensor) -> Tensor:
         if (mlp := self.shared) is None:

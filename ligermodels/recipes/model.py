@@ -142,7 +142,7 @@ def check_muon(processes: Processes) -> None:
 
 def check_router_biases(sketch: Any) -> None:
     """Raises InputError if no router has a bias, by which --router-bias-rate balances experts."""
-    if all(mixture.router.e_score_correction_bias is None for mixture in mixtures_of(sketch)):
+    if all(mixture.plain_router.e_score_correction_bias is None for mixture in mixtures_of(sketch)):
         raise InputError(
             f"router_bias_rate: no router of a {type(sketch).__name__} has a correction bias; leave --router-bias-rate "
             "out"

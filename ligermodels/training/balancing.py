@@ -27,7 +27,7 @@ def count_expert_loads(model: nn.Module) -> bool:
     """
     mixtures = mixtures_of(model)
     for mixture in mixtures:
-        weight = mixture.gate.weight
+        weight = mixture.plain_router.weight
         mixture.expert_loads = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
     return bool(mixtures)
 
@@ -49,7 +49,7 @@ def update_router_biases(model: nn.Module, rate: float = 1e-3, *, group: Any = N
             f"update_router_biases: the experts of this {type(model).__name__} are not counted; call "
             "training.count_expert_loads(model) before the first step"
         )
-    biases = [mixture.router.e_score_correction_bias for mixture in mixtures]
+    biases = [mixture.plain_router.e_score_correction_bias for mixture in mixtures]
     if rate and all(bias is None for bias in biases):
         raise InputError(
             f"update_router_biases: no router of this {type(model).__name__} has a bias; leave the rate at 0, and "
