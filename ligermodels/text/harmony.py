@@ -4,8 +4,8 @@ After a prompt that ends with `<|start|>assistant` an answer is, for example,
 
     <|channel|>analysis<|message|>REASONING<|end|><|start|>assistant<|channel|>final<|message|>ANSWER<|return|>
 
-What precedes <|message|> is a message's header. The channel "final" is for the user, and later turns have that alone: the
-chat template writes it, with <|end|> in place of <|return|>.
+What precedes <|message|> is a message's header. The channel "final" is for the user, and later turns have that alone:
+the chat template writes it, with <|end|> in place of <|return|>.
 
 Source: https://cookbook.openai.com/articles/openai-harmony.
 """
