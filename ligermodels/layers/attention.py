@@ -13,7 +13,7 @@ from ligermodels.kernels.attention.decode_keys_as_values import rotating_dims, w
 from ligermodels.kernels.attention.rope import rope, rope_qk
 from ligermodels.kernels.linear.glu import glu
 from ligermodels.kernels.linear.linear import linears
-from ligermodels.layers.base import FusionContext, FusionPart, Shard
+from ligermodels.layers.base import Draw, FusionContext, FusionPart, Shard, normal
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.fusion import linears_part
 from ligermodels.layers.linear import (
@@ -25,7 +25,7 @@ from ligermodels.layers.linear import (
     warn_unfused,
 )
 from ligermodels.layers.norm import RMSNorm
-from ligermodels.layers.parallel import MeshGroup
+from ligermodels.layers.parallel import MeshGroup, local_shard
 from ligermodels.layers.state import KeyValues
 
 
@@ -50,6 +50,7 @@ class Attention(JointProjections):
     all, since the others are those of v times the weight. gives_keys: forward returns (y, keys), which later layers can
     read in place of their own; the cache stores k whole. reads_keys: the layer has q_proj alone, and forward(x, batch,
     cache, keys) reads those of an earlier one, of the same heads and window; it stores nothing.
+    sinks: a learned score per query head, which joins the softmax without a key and a value, as in gpt-oss.
     tp: the ranks over which the heads are sharded (tensor parallel); x is then a rank's shard [B, S/n, hidden_size].
     """
 
@@ -74,6 +75,7 @@ class Attention(JointProjections):
         rotating: int | None = None,
         gives_keys: bool = False,
         reads_keys: bool = False,
+        sinks: bool = False,
         projections: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     ):
         super().__init__()
@@ -106,8 +108,12 @@ class Attention(JointProjections):
                 f"rotating={rotating} needs keys_as_values, a rope that rotates an even number of dims of a head, and "
                 "a v_norm like qk_norm, without an offset and a weight"
             )
+        if sinks and rotating is not None:
+            raise InputError(f"rotating={rotating} makes keys of values, which decodes without sinks; leave it out")
+        self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
         self.rotating = None if gives_keys or not causal or window or softcap or rotating == head_dim else rotating
         self.join_weights()
+        self.reset_parameters()
 
     def forward(self, x: Tensor, batch: Batch, cache: KeyValues | None = None, keys: Any = None) -> Any:
         self._check(batch, cache, keys)
@@ -120,10 +126,13 @@ class Attention(JointProjections):
         q, k, v, gate = self._qkv(x, tables if token is None or self.reads_keys else None)
         if cp is not None:
             q, k, v = (part if part is None else cp.to_heads(part) for part in (q, k, v))
+        sinks = self._sinks(cp)
         key_mask, together = batch.key_mask, batch.together
         if cache is not None and token is not None:
             state = keys if self.reads_keys else cache
             options: Any = dict(window=self.window, softcap=self.softcap, scale=self.scale)
+            if sinks is not None:
+                options["sinks"] = sinks
             if (weight := self._weight_of_keys(cache, past=None)) is not None:
                 options["weight"] = weight
             out = state.attend(q, k, v, token, tables, **options)
@@ -151,6 +160,7 @@ class Attention(JointProjections):
             max_seqlen=batch.max_seqlen,
             head_chunks=output is not None and cp is None and gate is None,
             together=together,
+            sinks=sinks,
         )
         if cp is not None:
             out = cp.to_tokens(out)
@@ -196,6 +206,14 @@ class Attention(JointProjections):
             )
         return cast(Tensor, cast(RMSNorm, self.k_norm).weight)
 
+    def _sinks(self, cp: MeshGroup | None) -> Tensor | None:
+        """The sinks of the query heads that this rank computes."""
+        sinks = local_shard(self.sinks, self.tp)
+        return sinks if sinks is None or cp is None else cp.shard(sinks, 0)
+
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.sinks, normal(draw.std))
+
     @property
     def heads(self) -> tuple[int, int]:
         return self.num_heads, self.num_kv_heads
@@ -204,6 +222,8 @@ class Attention(JointProjections):
         joint = len(self.joint_names) < len(self._rows)
         what = f"{self.num_heads} heads and {self.num_kv_heads} key heads" + " in one weight" * joint
         output = {self.output_name: Shard("rows", self.num_heads, what)}
+        if self.sinks is not None:
+            output["sinks"] = Shard("columns", self.num_heads, what)
         if joint:
             return {self.joint_names[0]: Shard("columns", self.num_kv_heads, what, self._rows), **output}
         q, *keys = self.joint_names
@@ -218,7 +238,7 @@ class Attention(JointProjections):
     def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
         yield linears_part(self, self.joint_names, at)
         q = torch.empty(1, 1, 1, self.head_dim, dtype=at.dtype, device=at.device)
-        name, why = engine(q, softcap=self.softcap, window=self.window)
+        name, why = engine(q, softcap=self.softcap, window=self.window, sinks=self.sinks is not None)
         yield FusionPart("scores", name, not name.startswith("attention_reference"), why)
 
     def saved_per_token(self, policy: str) -> int:
@@ -303,4 +323,5 @@ class Attention(JointProjections):
         parts = [f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"]
         options = {"window": self.window, "softcap": self.softcap, "scale": self.scale}
         parts += [f"rope={self.rope!r}"] * (self.rope != "full") + ["causal=False"] * (not self.causal)
+        parts += ["sinks=True"] * (self.sinks is not None)
         return ", ".join(parts + [f"{name}={value}" for name, value in options.items() if value is not None])

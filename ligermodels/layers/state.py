@@ -158,13 +158,14 @@ class KeyValues(State):
     def attend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, token: NextToken, tables: tuple[Tensor, Tensor] | None, *,
         window: int | None, softcap: float | None, scale: float | None, weight: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Rotates and stores one new token a row, and returns its attention [B, 1, HQ, D] to the tokens of its row.
 
         q [B, 1, HQ, D], which is overwritten, k, v [B, 1, HK, D]. tables: cos and sin; None rotates nothing. Positions
         are on the device. In a cache of one row the B tokens may follow each other: each sees those before. Without k
         and v the token is stored already, and q is rotated: a later layer reads this state. weight [D]: makes keys of
-        values, where the state has `key_dim` dims of keys; there is neither a window nor a softcap then.
+        values, where the state has `key_dim` dims of keys; there is no window, softcap or sink then. sinks: [HQ].
         """
         buffers = self.buffers
         if self.rows == 1:
@@ -173,7 +174,8 @@ class KeyValues(State):
         scales = None
         if self.is_fp8:
             keys, values, scales = keys.view(fp8.DTYPE), values.view(fp8.DTYPE), (rest[0], rest[1])
-        options: Any = dict(ring=self.window is not None, window=window, softcap=softcap, scale=scale, scales=scales)
+        masks: Any = dict(ring=self.window is not None, window=window)
+        options: Any = dict(masks, softcap=softcap, scale=scale, scales=scales, sinks=sinks)
         if k is None or v is None:
             return decode_attention(q, keys, values, token.starts, token.ends, counters=self.counters, **options)
         if weight is not None:

@@ -13,6 +13,9 @@ What differs from a plain flash attention:
 - Gradients are summed in a fixed order, without atomics: one kernel computes dq, another dk and dv over all query heads
   of a key head (two kernels for heads above 128, whose dk and dv do not both fit the registers). Each kernel recomputes
   the scores: the backward has 7 matmuls of tiles (8 for such heads) instead of 5.
+- A sink is a score that each row of a head has, without a key and a value: the running maximum and sum begin with it.
+  Then it is in the lse, so that the backward computes the same weights; its gradient is a sum over rows of the
+  numbers dq has made.
 - Loops load their tiles by TMA, the bulk copy engine of Hopper and later.
 
 Saved for the backward: q, k, v, o and one fp32 number per row and head. Bytes: those read and written once, up to
@@ -66,14 +69,16 @@ if HAS_TRITON:
 
 @triton.jit(do_not_specialize=["S", "K", "window"])
 def _forward_kernel(
-    o_ptr, lse_ptr, q_ptr, k_src, k_rest, v_src, v_rest, v_ptr, mask_ptr, counts_ptr, ends_ptr, S, K, window,
+    o_ptr, lse_ptr, q_ptr, k_src, k_rest, v_src, v_rest, v_ptr, sinks_ptr, mask_ptr, counts_ptr, ends_ptr,
+    S, K, window,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
     SCALE: tl.constexpr, CAP: tl.constexpr, RUNNING_MAX: tl.constexpr, CAUSAL: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of one head. mask_ptr, counts_ptr; ends_ptr; window: None without a mask, packing, a window."""
+    """BLOCK_M queries of one head. sinks_ptr; mask_ptr, counts_ptr; ends_ptr; window: None without sinks, a mask,
+    packing, a window."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     GROUP: tl.constexpr = HQ // HK
@@ -94,6 +99,9 @@ def _forward_kernel(
     rounded = tl.zeros([BLOCK_M], ACC)
     highest = tl.full([BLOCK_M], float("-inf"), ACC)
     FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
+    if sinks_ptr is not None:  # a score without a value, which every row has seen before its keys
+        highest = tl.zeros([BLOCK_M], ACC) + tl.load(sinks_ptr + head).to(ACC) * (LOG2E / FACTOR)
+        total += 1.0
     for n in tl.range(begin, end, BLOCK_N):
         k = tile(k_src, k_rest, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, TMA)
         s = inner(q, k, REST, PRECISION, ACC)
@@ -128,7 +136,8 @@ def _forward_kernel(
     else:
         total = tl.where(empty, 1.0, rounded)
     if mask_ptr is not None:
-        # A row without a visible key attends to itself; an infinite lse marks it for the backward.
+        # A row without a visible key attends to itself; an infinite lse marks it for the backward. With a sink no row
+        # is empty.
         self_key = tl.minimum(tl.maximum(rows + K - S, 0), K - 1).to(tl.int64)[:, None]
         at = v_ptr + b.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h + self_key * v_s
         acc = add_row(acc[0], at, empty, 0, D), acc[1]
@@ -137,6 +146,19 @@ def _forward_kernel(
         lse = tl.where(empty, float("inf"), lse)
     tl.store(lse_ptr + (b.to(tl.int64) * HQ + head) * row_length(S) + rows, lse, mask=rows < S)
     store(o_ptr, (acc[0] / total[:, None], acc[1] / total[:, None]), b, head, m, S, HQ, D, REST)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _dsinks_kernel(parts_ptr, sinks_ptr, lse_ptr, delta_ptr, S, HQ: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of the gradient of a sink: the sum of -p * delta over BLOCK rows of a head, p being the sink's weight."""
+    STATISTIC: tl.constexpr = lse_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row * row_length(S) + rows
+    lse = tl.load(lse_ptr + at, mask=rows < S, other=float("inf"))
+    delta = tl.load(delta_ptr + at, mask=rows < S, other=0.0)
+    p = tl.exp2(tl.load(sinks_ptr + row % HQ).to(STATISTIC) * LOG2E - lse)
+    tl.store(parts_ptr + row * tl.num_programs(1) + tl.program_id(1), -tl.sum(p * delta, 0))
 
 
 @triton.jit
@@ -321,11 +343,24 @@ def _statistics(q: Tensor) -> Tensor:
     return torch.empty(q.shape[0], q.shape[2], (q.shape[1] + 3) // 4 * 4, dtype=dtype, device=q.device)
 
 
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, length: int) -> Tensor:
+    """The gradient [HQ] of the sinks, in their dtype."""
+    parts = torch.empty(*lse.shape[:2], cdiv(length, _ROWS_OF_SINKS), dtype=lse.dtype, device=lse.device)
+    num_heads = operator.index(lse.shape[1])
+    grid = (lse.shape[0] * num_heads, parts.shape[2])
+    launch(_dsinks_kernel, grid, parts, sinks, lse, delta, length, num_heads, _ROWS_OF_SINKS)
+    return parts.sum((0, 2)).to(sinks.dtype)
+
+
+_ROWS_OF_SINKS = 1024
+"""Rows per program of `_dsinks_kernel`."""
+
+
 class _Flash(torch.autograd.Function):
-    """q [B, S, HQ, D], k and v [B, K, HK, D] -> [B, S, HQ, D]."""
+    """q [B, S, HQ, D], k and v [B, K, HK, D], sinks [HQ] or None -> [B, S, HQ, D]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, ends, causal, window, softcap, scale):
+    def forward(ctx, q, k, v, sinks, mask, ends, causal, window, softcap, scale):
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         counts = None if mask is None else hidden_counts(mask)
         batch_size, length = q.shape[:2]
@@ -335,25 +370,25 @@ class _Flash(torch.autograd.Function):
         short = window is not None or ends is not None
         block_m, block_n, warps, stages = tile_sizes("forward", size, q.element_size(), short, tma)
         # exp2 of the bound, summed over many keys, must not overflow; fp16 has too few exponents.
-        running_max = softcap is None or softcap > 60 or q.dtype == torch.float16
+        running_max = softcap is None or softcap > 60 or q.dtype == torch.float16 or sinks is not None
         launch(
             _forward_kernel, (batch_size * num_heads * cdiv(length, block_m),),
             out, lse, q, *_streamed(block_n, widths, tma, k, v), v,
-            mask, counts, ends, length, k.shape[1], window, *_strides(q, k, v),
+            sinks, mask, counts, ends, length, k.shape[1], window, *_strides(q, k, v),
             scale, softcap, running_max, causal,
             num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        ctx.save_for_backward(q, k, v, out, lse, mask, counts, ends)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, mask, counts, ends)
         ctx.options = causal, window, softcap, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        q, k, v, out, lse, mask, counts, ends = ctx.saved_tensors
+        q, k, v, sinks, out, lse, mask, counts, ends = ctx.saved_tensors
         causal, window, softcap, scale = ctx.options
-        need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
+        need_dq, need_dk, need_dv, need_dsinks = ctx.needs_input_grad[:4]
         do = last_dim_contiguous(do)
         (batch_size, length), num_keys = q.shape[:2], k.shape[1]
         num_heads, size, num_kv_heads = (operator.index(n) for n in (*q.shape[2:], k.shape[2]))
@@ -372,6 +407,7 @@ class _Flash(torch.autograd.Function):
             num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
+        dsinks = _sinks_gradient(sinks, lse, delta, length) if need_dsinks else None
         tma = _tma_takes(q, num_keys, q, do)
         for kernel in ("dkdv",) if size <= 128 else ("dk", "dv"):
             make_dk, make_dv = need_dk and kernel != "dv", need_dv and kernel != "dk"
@@ -388,20 +424,21 @@ class _Flash(torch.autograd.Function):
                 *masks, num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
                 num_warps=warps, num_stages=stages,
             )  # fmt: skip
-        return dq, dk, dv, None, None, None, None, None, None
+        return dq, dk, dv, dsinks, None, None, None, None, None, None
 
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, softcap: float | None, scale: float,
-    key_mask: Tensor | None, cu_seqlens: Tensor | None,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`attention` of attention.py, which documents and checks the arguments; D <= 256."""
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     plain = key_mask is None and not trained and not torch.compiler.is_compiling()  # its kernel has K as a constant
     if q.shape[1] == 1 and plain:
         starts = torch.zeros(len(q), dtype=torch.int32, device=q.device)
         lengths = torch.full_like(starts, k.shape[1])
-        return decode_attention(q, k, v, starts, lengths, window=window, softcap=softcap, scale=scale)
+        return decode_attention(q, k, v, starts, lengths, window=window, softcap=softcap, scale=scale, sinks=sinks)
     ends = None if cu_seqlens is None else sequence_ends(cu_seqlens, q.shape[1])
     mask = None if key_mask is None else key_mask.to(torch.uint8).contiguous()
-    return _Flash.apply(q, k, v, mask, ends, causal, window, softcap, scale)
+    sinks = sinks if sinks is None else sinks.contiguous()
+    return _Flash.apply(q, k, v, sinks, mask, ends, causal, window, softcap, scale)

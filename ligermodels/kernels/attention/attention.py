@@ -1,7 +1,8 @@
 """Scaled dot-product attention: softmax(scale * q k^T + mask) v, by torch's engines or our own kernels.
 
 What it adds to `torch.nn.functional.scaled_dot_product_attention`: [B, S, H, D] tensors, strided or not; grouped heads;
-causality aligned to the last key; windows; softcaps; padding without NaN; packed sequences; the choice of the engine:
+causality aligned to the last key; windows; softcaps; sinks; padding without NaN; packed sequences; and the choice of
+the engine:
 
 | case                                   | engine                                                            |
 |----------------------------------------|-------------------------------------------------------------------|
@@ -17,10 +18,13 @@ causality aligned to the last key; windows; softcaps; padding without NaN; packe
 | packed sequences without a mask, their | where `_one_by_one` says so, one batch per run of equal lengths,  |
 | lengths known to the host              | so that images and video frames get torch's first choice          |
 | together                               | torch's first choice, with a boolean mask [B, 1, S, K]            |
-| D > 256, bf16, fp16, on Hopper and     | without a softcap and from 1,024 queries on `unfused_attention`,  |
-| datacenter Blackwell                   | in Triton, whatever the mask                                      |
+| sinks                                  | bf16, fp16: as above, but `flash_attention` in place of           |
+|                                        | FlashAttention-2; else an engine of torch that returns lse, see   |
+|                                        | `_torch_sinks`: that of the CPU, the memory-efficient kernel      |
+| D > 256, bf16, fp16, on Hopper and     | without a softcap or sinks and from 1,024 queries on              |
+| datacenter Blackwell                   | `unfused_attention`, in Triton, whatever the mask                 |
 | CPU; no Triton; D > 256; the rest      | torch's first choice, with a boolean mask where one is needed;    |
-|                                        | with a softcap `attention_reference`                              |
+|                                        | with a softcap, or sinks on a GPU, `attention_reference`          |
 
 Bytes: the engines read q, k, v and write the output and one number per row and head; only the reference writes scores,
 and `unfused_attention`, in a workspace of 1 GiB.
@@ -43,7 +47,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import InputError, warn_once
-from ligermodels.kernels._check import check_bounds, describe
+from ligermodels.kernels._check import check_bounds, check_operand, describe
 from ligermodels.kernels._recompute import attach, only_backward
 from ligermodels.kernels._triton import (
     accumulator,
@@ -55,13 +59,14 @@ from ligermodels.kernels._triton import (
     use_triton,
 )
 from ligermodels.kernels.attention._flash_attention import flash_attention
+from ligermodels.kernels.attention._torch_sinks import attention_with_sinks, engine_with_lse
 from ligermodels.kernels.attention._unfused_attention import unfused_attention
 
 
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None, softcap: float | None = None,
     scale: float | None = None, key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, together: Tensor | None = None,
+    max_seqlen: int | None = None, together: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The specification of `attention`, in fp32 (fp64 for fp64) with the scores in memory."""
     dtype, groups = accumulator(q.dtype), q.shape[2] // k.shape[2]
@@ -70,16 +75,18 @@ def attention_reference(
     scores = torch.einsum("bshd,bkhd->bhsk", q.to(dtype), k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    visible = _visible(q, k, causal, window, key_mask, cu_seqlens, together)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-    return torch.einsum("bhsk,bkhd->bshd", weights, v).to(q.dtype)
+    visible = _visible(q, k, causal, window, key_mask, cu_seqlens, together, with_sinks=sinks is not None)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.einsum("bhsk,bkhd->bshd", scores.softmax(-1)[..., : k.shape[1]], v).to(q.dtype)
 
 
 def _visible(
     q: Tensor, k: Tensor, causal: bool, window: int | None, key_mask: Tensor | None, cu_seqlens: Tensor | None,
-    together: Tensor | None = None,
+    together: Tensor | None = None, with_sinks: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Which query attends to which key: bool [B or 1, 1, S, K], at least one True per row."""
+    """Which query attends to which key: bool [B or 1, 1, S, K]; without sinks at least one True per row."""
     length, num_keys = q.shape[1], k.shape[1]
     keys = torch.arange(num_keys, dtype=torch.int32, device=q.device)
     aligned = torch.arange(num_keys - length, num_keys, dtype=torch.int32, device=q.device)[:, None]
@@ -97,6 +104,7 @@ def _visible(
         visible = visible & (sequence == sequence[:, None])
     if key_mask is not None:
         visible = visible & key_mask[:, None, None]
+    if key_mask is not None and not with_sinks:
         # The softmax over no key, and its gradient, would be NaN: a query without a visible key attends to itself.
         itself = keys == aligned.clamp(min=0)
         visible = visible | (itself & ~visible.any(-1, keepdim=True))
@@ -107,6 +115,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None, softcap: float | None = None,
     scale: float | None = None, key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, head_chunks: bool = False, together: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(scale * q k^T) v over the keys that each query attends to: [B, S, HQ, D].
 
@@ -125,12 +134,16 @@ def attention(
         that goes to `kernels.linear`, which saves the chunks; anything else would save the whole output too.
     together: integers [B, K]; tokens with the same number, 0 or more, also see those of them that come after, within
         the window. By torch's engines with a boolean mask.
+    sinks: floating [HQ], a score without a key and a value that all rows of a head have: it takes part in the sum of
+        the softmax, and is neither scaled nor capped. A query without a visible key then gives 0.
 
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
     _check(q, k, v, causal, window, softcap, scale, key_mask, cu_seqlens, together)
+    if sinks is not None:
+        check_operand("attention", "sinks", sinks, q.shape[2:3], "q", q)
     length, num_keys = q.shape[1], k.shape[1]
-    unfused = together is None and length >= _UNFUSED_QUERIES and _unfused_takes(q, softcap)
+    unfused = together is sinks is None and length >= _UNFUSED_QUERIES and _unfused_takes(q, softcap)
     if cu_seqlens is not None and cu_seqlens.shape[0] == 2:  # a single sequence
         cu_seqlens = None
     if cu_seqlens is not None and together is None and _is_known(cu_seqlens):
@@ -138,7 +151,7 @@ def attention(
         if unfused:
             max_seqlen = max(size for _, size in runs)
         elif not _triton_takes(q, softcap) or (_one_by_one(runs) and not masked):
-            options: dict[str, Any] = dict(causal=causal, window=window, softcap=softcap, scale=scale)
+            options: dict[str, Any] = dict(causal=causal, window=window, softcap=softcap, scale=scale, sinks=sinks)
             return _run_by_run(q, k, v, runs, key_mask, **options)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(q.device)
@@ -158,24 +171,28 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if unfused:
         return unfused_attention(q, k, v, scale=scale, max_seqlen=max_seqlen, **options)
-    if (
-        together is None
-        and _triton_takes(q, softcap)
-        and (softcap is not None or not ((everything and small) or length == 1))
-    ):
-        return flash_attention(q, k, v, softcap=softcap, scale=scale, **options)
-    if softcap is not None or q.numel() == 0:
+    by_torch = softcap is None and ((everything and small) or length == 1)
+    lse_engine = None if sinks is None else engine_with_lse(q, plain=everything and small)
+    if sinks is not None:
+        # cuDNN is the faster one without sinks; to be measured with them: benchmarks/kernels.py, attention_sinks.
+        by_torch = by_torch and lse_engine == "cudnn" and length > 1
+    if together is None and _triton_takes(q, softcap) and not by_torch:
+        return flash_attention(q, k, v, softcap=softcap, scale=scale, sinks=sinks, **options)
+    if softcap is not None or q.numel() == 0 or (sinks is not None and lse_engine is None):
         if q.device.type != "cpu" and q.numel() and length > 1 and not torch.compiler.is_compiling():
-            why = _not_by_triton(q, softcap)
-            warn_once(f"attention: {why}", f"attention with a softcap has all scores in memory, because {why}")
-        return attention_reference(q, k, v, softcap=softcap, scale=scale, **options)
+            why, what = _not_by_triton(q, softcap), "sinks" if softcap is None else "a softcap"
+            warn_once(f"attention: {why}", f"attention with {what} has all scores in memory, because {why}")
+        return attention_reference(q, k, v, softcap=softcap, scale=scale, sinks=sinks, **options)
     q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
     if length == 1:
-        return _decode(q, k, v, None if plain else _visible(q, k, **options), scale)
+        mask = None if plain else _visible(q, k, **options, with_sinks=sinks is not None)
+        return _decode(q, k, v, mask, scale, sinks, lse_engine)
     if everything:
         chunked = head_chunks and not torch.compiler.is_compiling()
-        return _by_head_chunks(q, k, v, causal, scale) if chunked else _sdpa(q, k, v, None, causal, scale)
-    return _sdpa(q, k, v, _visible(q, k, **options), False, scale)
+        run = _by_head_chunks if chunked else _sdpa
+        return run(q, k, v, None, causal, scale, sinks, lse_engine)
+    mask = _visible(q, k, **options, with_sinks=sinks is not None)
+    return _sdpa(q, k, v, mask, False, scale, sinks, lse_engine)
 
 
 def _is_known(cu_seqlens: Tensor) -> bool:
@@ -245,10 +262,20 @@ def _not_by_triton(q: Tensor, softcap: float | None) -> str:
     return f"{q.dtype} is not {half}" + (", nor is this a Hopper or Blackwell GPU" if softcap is not None else "")
 
 
-def engine(q: Tensor, *, softcap: float | None = None, window: int | None = None) -> tuple[str, str]:
+def engine(
+    q: Tensor, *, softcap: float | None = None, window: int | None = None, sinks: bool = False
+) -> tuple[str, str]:
     """(engine, reason) of `attention` for q [B, S, heads, D], causal and longer than the window; the reason says why it
     is not the first choice, "" if it is."""
     takes = _triton_takes(q, softcap)
+    of_torch = engine_with_lse(q, plain=window is None) if sinks and softcap is None else None
+    if of_torch == "cudnn":
+        return "cuDNN; packed rows: flash_attention in Triton", ""
+    if sinks and takes:
+        return "flash_attention in Triton", ""
+    if sinks:
+        name = "attention_reference, scores in memory" if of_torch is None else "torch's kernel with lse"
+        return name, _not_by_triton(q, softcap)
     if _unfused_takes(q, softcap):
         return f"unfused_attention in Triton from {_UNFUSED_QUERIES} tokens on, else torch SDPA", ""
     if takes and (softcap is not None or window is not None):
@@ -263,14 +290,22 @@ def engine(q: Tensor, *, softcap: float | None = None, window: int | None = None
 _CHUNK_ELEMENTS = 2**26
 
 
-def _by_head_chunks(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+def _by_head_chunks(
+    q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float, sinks: Tensor | None,
+    lse_engine: str | None,
+) -> Tensor:  # fmt: skip
     """`_sdpa`, in chunks of heads if q is large, because the backward's workspace grows with the heads."""
     chunks = q.numel() // _CHUNK_ELEMENTS
     if chunks < 2 or k.shape[2] == 1 or not only_backward() or torch.is_autocast_enabled(q.device.type):
-        return _sdpa(q, k, v, None, causal, scale)
+        return _sdpa(q, k, v, mask, causal, scale, sinks, lse_engine)
     heads = cdiv(k.shape[2], chunks)
-    split = q.split(heads * (q.shape[2] // k.shape[2]), 2), k.split(heads, 2), v.split(heads, 2)
-    outs = [_sdpa(*chunk, None, causal, scale) for chunk in zip(*split, strict=True)]
+    query_heads = heads * (q.shape[2] // k.shape[2])
+    split = q.split(query_heads, 2), k.split(heads, 2), v.split(heads, 2)
+    of_chunks: Any = itertools.repeat(None) if sinks is None else sinks.split(query_heads)
+    outs = [
+        _sdpa(q, k, v, mask, causal, scale, sinks, lse_engine)
+        for q, k, v, sinks in zip(*split, of_chunks, strict=False)
+    ]
     return attach(_joined(*outs), _joined, *outs)  # each chunk is saved for its own backward anyway
 
 
@@ -278,7 +313,13 @@ def _joined(*outs: Tensor) -> Tensor:
     return torch.cat(outs, 2)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, sinks: Tensor | None,
+    lse_engine: str | None,
+) -> Tensor:  # fmt: skip
+    if sinks is not None and lse_engine is not None:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return attention_with_sinks(q, k, v, sinks[:, None], mask, causal, scale, lse_engine).transpose(1, 2)
     groups = q.shape[2] // k.shape[2]
     half = q.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and q.device.type == "cuda" and (mask is not None or not half or q.shape[-1] > 256):
@@ -291,12 +332,17 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
     )
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None, lse_engine: str | None
+) -> Tensor:
     """One query per sequence: query heads of one key head become queries, so that no engine needs grouped heads."""
     batch_size, _, num_heads, size = q.shape
     grouped = q.reshape(batch_size, k.shape[2], num_heads // k.shape[2], size)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if mask is None and _flash_takes(q):
+    if sinks is not None and lse_engine is not None:
+        of_heads = sinks.view(k.shape[1], -1)
+        out = attention_with_sinks(grouped, k, v, of_heads, mask, False, scale, lse_engine)
+    elif mask is None and _flash_takes(q):
         # What F.scaled_dot_product_attention calls; sdpa_kernel, to choose it, would cost a context manager per layer.
         out = torch.ops.aten._scaled_dot_product_flash_attention(grouped, k, v, scale=scale)[0]
     elif q.device.type == "cuda":

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._check import describe
+from ligermodels.kernels._check import check_operand, describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
@@ -62,7 +62,7 @@ _DIMS = 32
 def decode_attention_reference(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, *, ring: bool = False,
     window: int | None = None, softcap: float | None = None, scale: float | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
+    scales: tuple[Tensor, Tensor] | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The specification of `decode_attention`, in fp32 (fp64 for fp64) with the scores in memory."""
     dtype, (rows, _, num_heads, size), num_kv_heads = accumulator(q.dtype), q.shape, keys.shape[2]
@@ -79,7 +79,11 @@ def decode_attention_reference(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     visible = visible[:, None, None]
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).masked_fill(~visible, 0)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        of_sinks = sinks.to(dtype).view(1, num_kv_heads, -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, of_sinks], -1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]].masked_fill(~visible, 0)
     return torch.einsum("bhgk,bkhd->bhgd", weights, values).reshape(q.shape).to(q.dtype)
 
 
@@ -195,15 +199,15 @@ def _append(
 @triton.jit(do_not_specialize=["window", "capacity"])
 def _kernel(
     o_ptr, part_ptr, stats_ptr, count_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-    new_k_ptr, new_v_ptr, cos_ptr, sin_ptr, starts_ptr, ends_ptr, window, capacity,
+    new_k_ptr, new_v_ptr, cos_ptr, sin_ptr, sinks_ptr, starts_ptr, ends_ptr, window, capacity,
     q_b, q_h, cache_b, cache_s, cache_h, scales_b, scales_s, new_b, table_b,
     SCALE: tl.constexpr, CAP: tl.constexpr, SPLITS: tl.constexpr, BY_LAST: tl.constexpr, HQ: tl.constexpr,
-    HK: tl.constexpr, D: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """All query heads of one key head of one row over one share of its keys; the last to finish sums few shares.
 
-    window: or None. capacity: of a ring, or None. k_scales_ptr, v_scales_ptr: of fp8, or None.
+    window: or None. capacity: of a ring, or None. k_scales_ptr, v_scales_ptr: of fp8, or None. sinks_ptr: or None.
     HALF: half of the dims that rotate, of q and of a new key that is not in the cache yet; None: all is in the cache,
     and new_k_ptr, new_v_ptr, cos_ptr and sin_ptr are None.
     """
@@ -212,6 +216,7 @@ def _kernel(
     PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16  # two dims each, in fp8
     PARTS: tl.constexpr = 2 if PAIRS else 1
     GROUP: tl.constexpr = HQ // HK
+    GROUP_2: tl.constexpr = triton.next_power_of_2(GROUP)
     BLOCK_G: tl.constexpr = 16 if GROUP_2 < 16 else GROUP_2  # tl.dot takes no fewer rows
     FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
     b, kv_head, split = tl.program_id(0) // HK, tl.program_id(0) % HK, tl.program_id(1)
@@ -237,17 +242,24 @@ def _kernel(
     acc_odd = acc
     total = tl.zeros([BLOCK_G], tl.float32)
     highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    if sinks_ptr is not None:  # a score without a value, which the first share has
+        sinks = tl.load(sinks_ptr + kv_head * GROUP + members, mask=members < GROUP, other=0.0)
+        highest = tl.where(split == 0, sinks.to(tl.float32) * (LOG2E / FACTOR), highest)
+        total = tl.where(split == 0, 1.0, total)
     if HALF is not None:
         last = tl.load(ends_ptr + b) - 1  # where the new token goes
         if split == used - 1:
             at, new = _columns(last, capacity) * cache_s, b * new_b + kv_head * D
             new_k, new_v = _append(new_k_ptr, new_v_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, at, new, dims, D, HALF)
             if last >= first:
-                highest = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1)
+                s = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1)
                 if CAP is not None:
-                    highest, _ = capped(highest, SCALE, CAP, dtype)
-                total += 1.0
-                acc += new_v.to(tl.float32)[None, :]
+                    s, _ = capped(s, SCALE, CAP, dtype)
+                higher = tl.maximum(highest, s)
+                p = tl.exp2((s - higher) * FACTOR)  # 1 without a sink
+                total = total * tl.exp2((highest - higher) * FACTOR) + p
+                acc += p[:, None] * new_v.to(tl.float32)[None, :]
+                highest = higher
             end = tl.minimum(end, last)
     if k_scales_ptr is not None:  # scales are loaded a tile ahead
         k_scales_ptr += b * scales_b + kv_head
@@ -378,7 +390,7 @@ def _sum_shares(
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, *, ring: bool = False,
     window: int | None = None, softcap: float | None = None, scale: float | None = None, counters: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
+    scales: tuple[Tensor, Tensor] | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(scale * q k^T) v over each row's positions starts .. ends: [B, 1, HQ, D], without a gradient.
 
@@ -387,16 +399,17 @@ def decode_attention(
     position and one past its last, unchecked; a row without positions gives 0. window: only the last `window` tokens.
     softcap: scores become softcap * tanh(scores / softcap). scale: default D ** -0.5. counters: int32, at least B * HK
     zeros, zero again after the call, used by one call at a time; None allocates them, in one more launch. scales: of
-    fp8 keys and values, bf16 [B, C, HK] each, of the same strides. Raises InputError if shapes, dtypes or devices do
-    not fit together.
+    fp8 keys and values, bf16 [B, C, HK] each, of the same strides. sinks: [HQ], floating, see `attention`. Raises
+    InputError if shapes, dtypes or devices do not fit together.
     """
-    return _attention(q, keys, values, starts, ends, None, ring, window, softcap, scale, counters, scales)
+    return _attention(q, keys, values, starts, ends, None, ring, window, softcap, scale, counters, scales, sinks)
 
 
 def rope_decode_attention(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, starts: Tensor,
     ends: Tensor, *, ring: bool = False, window: int | None = None, softcap: float | None = None,
     scale: float | None = None, counters: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`rope_to_cache` and `decode_attention` of the rotated q, with the arguments and errors of both.
 
@@ -413,7 +426,7 @@ def rope_decode_attention(
         tables = check_tables(name, q, q.shape[-1], cos, sin)
         k, v = _alike(k, v)
         new = *((k, v) if k.stride(2) == k.shape[3] else (k.contiguous(), v.contiguous())), *tables
-    return _attention(q, keys, values, starts, ends, new, ring, window, softcap, scale, counters, scales)
+    return _attention(q, keys, values, starts, ends, new, ring, window, softcap, scale, counters, scales, sinks)
 
 
 def is_large(q: Tensor) -> bool:
@@ -430,7 +443,7 @@ def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def _attention(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, new: tuple[Tensor, ...] | None, ring: bool,
     window: int | None, softcap: float | None, scale: float | None, counters: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None,
+    scales: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`decode_attention`; new: key and value [B, 1, HK, D] that the cache does not have yet, cos and sin."""
     of_q, of_k = q.shape, keys.shape
@@ -446,12 +459,16 @@ def _attention(
             f"{describe(starts)}, ends {describe(ends)}; expected q [B, 1, HQ, D] and keys, values [B, C, HK, D] of "
             "one dtype, or the latter in float8_e4m3fn and scales bf16 [B, C, HK], int32 [B] twice, all on one device"
         )
+    if sinks is not None:
+        check_operand("decode_attention", "sinks", sinks, of_q[2:3], "q", q)
     rows, _, num_heads, size = of_q
     capacity, num_kv_heads = of_k[1:3]
     if not use_triton(q) or q.dtype == torch.float64 or is_large(q) or (scales is not None and size % 2):
         return decode_attention_reference(
-            q, keys, values, starts, ends, ring=ring, window=window, softcap=softcap, scale=scale, scales=scales
-        )
+            q, keys, values, starts, ends, ring=ring, window=window, softcap=softcap, scale=scale, scales=scales,
+            sinks=sinks,
+        )  # fmt: skip
+    sinks = sinks if sinks is None else sinks.contiguous()
     q, (keys, values) = last_dim_contiguous(q), _alike(keys, values)
     starts, ends = starts.contiguous(), ends.contiguous()
     block_d = max(16, next_power_of_2(size))
@@ -473,10 +490,10 @@ def _attention(
     launch(
         _kernel, (rows * num_kv_heads, parts if splits > 1 else 1),
         out, part, stats, ends if counters is None else counters, q, keys, values, *(scales or (None, None)),
-        *(new or (None,) * 4), starts, ends, window, capacity if ring else None,
+        *(new or (None,) * 4), sinks, starts, ends, window, capacity if ring else None,
         q.stride(0), q.stride(2), *keys.stride()[:3], *(scales[0].stride()[:2] if scales else (0, 0)), *of_new,
         of_scores, softcap, splits, MAX_BY_LAST, num_heads, num_kv_heads, size,
-        group_2, block_d, block_n, shares_at_a_time(group_2 * block_d, splits),
+        block_d, block_n, shares_at_a_time(group_2 * block_d, splits),
         half, has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 or size > 256 else 2, **overlapping(overlap),
     )  # fmt: skip
     if splits > 1:

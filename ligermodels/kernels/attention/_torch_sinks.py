@@ -1,0 +1,135 @@
+"""Attention with sinks by those engines of torch that return log sum exp of each row's scores.
+
+    lse' = logaddexp(lse, sink)      o' = o * exp(lse - lse')      dsink = -sum over rows of exp(sink - lse') (do . o')
+
+The engine's backward gets o' and lse' in place of o and lse, and so computes with the weights exp(score - lse'): those
+of a softmax over the scores and the sink. Nothing else in dq, dk and dv depends on the sink.
+
+Bytes: besides those of the engine, o is read and written once more, and for dsink do and o are read.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels._triton import cdiv, cuda_capability, is_datacenter, once_differentiable
+
+_aten = torch.ops.aten
+
+
+def engine_with_lse(q: Tensor, *, plain: bool) -> str | None:
+    """The name of torch's engine for q [B, S, HQ, D], or None. plain: S = K causal, or no mask at all."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if q.device.type == "cpu":
+        return "cpu"
+    if q.device.type != "cuda" or cuda_capability(q.device.index) < 80:  # 0 on AMD's GPUs
+        return None
+    if plain and half and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0 and _cudnn_runs(q.device.index):
+        return "cudnn"
+    aligned = q.shape[-1] * q.element_size() % 16 == 0
+    return "efficient" if aligned and (half or q.dtype == torch.float32) else None
+
+
+def _cudnn_runs(index: int | None) -> bool:
+    """True where torch's own choice may be cuDNN. Its gradients are not summed in a fixed order."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    return enabled and is_datacenter(index)
+
+
+def attention_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None, causal: bool, scale: float, engine: str
+) -> Tensor:
+    """softmax over [scores, sink], of which the sink has no value: [B, H, S, D].
+
+    q [B, H, S, D], k, v [B, HK, K, D]; sinks, floating, broadcast to [B, H, S]; mask bool [B or 1, 1, S, K]. A row that
+    the mask hides gives 0. engine: of `engine_with_lse`.
+    """
+    bias, hidden = None, None
+    if engine == "efficient" and q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    if mask is not None:
+        # Engines differ in what they make of a row without a key. It sees all of them here, with a weight of 0.
+        hidden = ~mask.any(-1)
+        num_keys = mask.shape[3]
+        # Rows at multiples of 16 bytes, for the memory-efficient kernel.
+        bias = q.new_zeros(*mask.shape[:3], cdiv(num_keys, 8) * 8)[..., :num_keys]
+        bias.masked_fill_(~(mask | hidden[..., None]), float("-inf"))
+    return _OfTorch.apply(q, k, v, sinks, bias, hidden, causal, scale, engine)
+
+
+class _OfTorch(torch.autograd.Function):
+    """`attention_with_sinks`. bias: 0 and -inf, in q's dtype; hidden: bool [B or 1, 1, S], rows without a key."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, bias, hidden, causal, scale, engine):
+        out, lse, *rest = _FORWARD[engine](q, k, v, bias, causal, scale)
+        length = q.shape[2]
+        rows = lse.flatten(2)[..., :length]
+        total = torch.logaddexp(rows, sinks.to(lse.dtype))
+        if hidden is not None:
+            total = total.masked_fill(hidden, float("inf"))
+        out.mul_(torch.exp(rows - total)[..., None])
+        rows.copy_(total)
+        tensors = [x for x in rest if isinstance(x, Tensor)]
+        ctx.save_for_backward(q, k, v, sinks, bias, out, lse, *tensors)
+        ctx.options = causal, scale, engine
+        ctx.rest = [None if isinstance(x, Tensor) else (x,) for x in rest]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        q, k, v, sinks, bias, out, lse, *tensors = ctx.saved_tensors
+        causal, scale, engine = ctx.options
+        rest = [tensors.pop(0) if x is None else x[0] for x in ctx.rest]
+        dsinks = None
+        if ctx.needs_input_grad[3]:
+            p = torch.exp(sinks.to(lse.dtype) - lse.flatten(2)[..., : q.shape[2]])
+            dsinks = -(p * (do.to(lse.dtype) * out).sum(-1)).sum_to_size(sinks.shape).to(sinks.dtype)
+        dq, dk, dv = _BACKWARD[engine](do, q, k, v, bias, out, lse, rest, causal, scale)
+        return dq, dk, dv, dsinks, None, None, None, None, None
+
+
+def _cpu(q, k, v, bias, causal, scale):
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+
+
+def _cpu_backward(do, q, k, v, bias, out, lse, rest, causal, scale):
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(do, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+
+
+def _efficient(q, k, v, bias, causal, scale):
+    bias = bias if bias is None else bias.expand(*q.shape[:3], -1)
+    return _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+
+
+def _efficient_backward(do, q, k, v, bias, out, lse, rest, causal, scale):
+    bias = bias if bias is None else bias.expand(*q.shape[:3], -1)
+    wanted = [True, True, True, False]
+    backward = _aten._scaled_dot_product_efficient_attention_backward
+    return backward(do, q, k, v, bias, out, lse, *rest, 0.0, wanted, causal, scale=scale)[:3]
+
+
+def _cudnn(q, k, v, bias, causal, scale):
+    out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
+        q, k, v, bias, True, 0.0, causal, False, scale=scale
+    )
+    return out, lse, seed, offset, cum_q, cum_k, max_q, max_k
+
+
+def _cudnn_backward(do, q, k, v, bias, out, lse, rest, causal, scale):
+    seed, offset, *sizes = rest
+    backward = _aten._scaled_dot_product_cudnn_attention_backward
+    return backward(do, q, k, v, out, lse, seed, offset, bias, *sizes, 0.0, causal, scale=scale)
+
+
+_FORWARD: dict[str, Callable[..., Any]] = {"cpu": _cpu, "efficient": _efficient, "cudnn": _cudnn}
+"""(out, lse, what the backward needs besides): lse [B, H, S], of cudnn [B, H, S, 1], of efficient with padded rows."""
+_BACKWARD: dict[str, Callable[..., Any]] = {
+    "cpu": _cpu_backward,
+    "efficient": _efficient_backward,
+    "cudnn": _cudnn_backward,
+}
