@@ -25,6 +25,7 @@ from ligermodels.arch.qwen3_5 import Qwen3_5 as Qwen3_5, Qwen3_5Config as Qwen3_
 from ligermodels.arch.qwen3_5_moe import Qwen3_5Moe as Qwen3_5Moe, Qwen3_5MoeConfig as Qwen3_5MoeConfig
 from ligermodels.arch.qwen3_next import Qwen3Next as Qwen3Next, Qwen3NextConfig as Qwen3NextConfig
 from ligermodels.arch.glm4_moe import Glm4Moe as Glm4Moe, Glm4MoeConfig as Glm4MoeConfig
+from ligermodels.arch.gpt_oss import GptOss as GptOss, GptOssConfig as GptOssConfig
 from ligermodels.arch.phi3 import Phi3 as Phi3, Phi3Config as Phi3Config
 from ligermodels.arch.qwen2_vl import Qwen2VL as Qwen2VL, Qwen2VLConfig as Qwen2VLConfig
 from ligermodels.arch.qwen3_vl import Qwen3VL as Qwen3VL, Qwen3VLConfig as Qwen3VLConfig

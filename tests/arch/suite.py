@@ -31,7 +31,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 LOGITS = 1e-5
 # Gradients pass the same depth twice.
 GRADIENTS = 3e-5
-STACKED = {"qwen3_vl_moe": True, "qwen3_5_moe": False, "qwen3_5_moe_text": False}
+STACKED = {"qwen3_vl_moe": True, "qwen3_5_moe": False, "qwen3_5_moe_text": False, "gpt_oss": False}
 """Families whose released files have the experts of a block in stacked tensors; whether these are transposed."""
 EVERY = ("test_logits_loss_and_every_gradient", "test_round_trip_is_bit_exact_and_both_generations_of_config_agree")
 """Tests that run on every entry of TINY without `slow`."""
@@ -570,7 +570,8 @@ class Suite(Tiny):
         for name, parameter in model.named_parameters():
             assert parameter.isfinite().all() and torch.equal(parameter, same[name]), name
             scale = parameter + model.decoder.norm.offset if "norm" in name and "weight" in name else parameter
-            drawn = parameter.numel() == 1 or 0.01 < parameter.std() < 0.04 or name.endswith("A_log")
+            low, high = (0.01, 0.04) if parameter.numel() > 8 else (0.0, 0.06)  # few numbers may lie close together
+            drawn = parameter.numel() == 1 or low < parameter.std() < high or name.endswith("A_log")
             assert (scale == 1).all() or (parameter == 1).all() or not parameter.any() or drawn, name
         drawn = []
         for seed in (7, 7, None):  # without a seed from torch's generator, which goes on
@@ -779,7 +780,8 @@ class RoutedSuite(Suite):
         assert plain.aux_loss is plain.router_logits is None
         assert abs(output.loss - plain.loss - 0.2 * output.aux_loss) < LOGITS * output.loss
         plain.loss.backward()
-        router = next(p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight"))
+        names = ("mlp.gate.weight", "mlp.router.weight")
+        router = next(p for name, p in model.named_parameters() if name.endswith(names))
         without = router.grad.clone()
         model.zero_grad()
         output.loss.backward()
