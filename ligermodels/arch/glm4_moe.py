@@ -88,7 +88,7 @@ def experts_and_shared(config: Glm4MoeConfig) -> Any:
     """The experts of a block, with the shared one and the router."""
     size = config.moe_intermediate_size
     shared = dict(shared_size=size * config.n_shared_experts, shared_name="shared_experts")
-    scores: dict[str, Any] = dict(score="sigmoid", bias=True, fp32_router=True)
+    scores: dict[str, Any] = dict(score="sigmoid", correction_bias=True, fp32_router=True)
     weights = dict(normalize=config.norm_topk_prob, eps=1e-20, scale=config.routed_scaling_factor)
     groups = dict(groups=config.n_group, groups_kept=config.topk_group)
     return mixture(config, intermediate_size=size, experts_first=True, **shared, **scores, **weights, **groups)

@@ -1,5 +1,6 @@
 """The fused operations: functions of tensors, each with its PyTorch reference beside its Triton kernels."""
 
+from ligermodels.kernels._math import ClampedSwiGLU as ClampedSwiGLU
 from ligermodels.kernels.attention.attention import attention as attention, attention_reference as attention_reference
 from ligermodels.kernels.attention.rope import (
     rope as rope,

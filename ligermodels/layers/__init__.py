@@ -5,6 +5,7 @@ addition is part of the norm's kernel; `norm(x)` returns a tensor. Attention and
 `torch.nn.Linear`.
 """
 
+from ligermodels.kernels._math import ClampedSwiGLU as ClampedSwiGLU
 from ligermodels.layers.attention import Attention as Attention
 from ligermodels.layers.batch import Batch as Batch
 from ligermodels.layers.cross_attention import CrossAttention as CrossAttention

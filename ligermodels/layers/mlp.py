@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ligermodels.kernels._math import Activation
 from ligermodels.kernels.linear.activation import activate
 from ligermodels.kernels.linear.gated_mlp import mlp_of
 from ligermodels.kernels.linear.glu import glu
@@ -29,7 +30,8 @@ class _FeedForward(JointProjections):
     recompute = False
 
     def __init__(
-        self, in_features: int, inner: int, out_features: int, activation: str, bias: bool, projections: Sequence[str]
+        self, in_features: int, inner: int, out_features: int, activation: Activation, bias: bool,
+        projections: Sequence[str],
     ):  # fmt: skip
         super().__init__()
         self.activation = activation
@@ -77,8 +79,8 @@ class _FeedForward(JointProjections):
 class GatedMLP(_FeedForward):
     """down_proj(activation(gate_proj(x)) * up_proj(x)): [..., hidden_size] -> [..., hidden_size].
 
-    activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU). projections: names of the linear modules, the output's
-    last; with two names gate and up are the rows of one weight, in this order.
+    activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU), or a ClampedSwiGLU. projections: names of the linear
+    modules, the output's last; with two names gate and up are the rows of one weight, in this order.
     """
 
     gated = True
@@ -88,7 +90,7 @@ class GatedMLP(_FeedForward):
         hidden_size: int,
         intermediate_size: int,
         *,
-        activation: str = "silu",
+        activation: Activation = "silu",
         bias: bool = False,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     ):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._math import Activation
 from ligermodels.kernels._recompute import attach_to_view, cast_with_handle, in_backward
 from ligermodels.kernels.experts.experts import experts_of
 from ligermodels.kernels.experts.route import check_routing, route, weights_of
@@ -28,12 +29,12 @@ class Adaptable(Layer):
     adaptable: ClassVar[tuple[str, ...]]
 
     def operand(self, name: str) -> LinearOperand:
-        """The operand of a weight [E, out, in], with its adapter."""
-        adapter = getattr(self, f"{name}_adapter", None)
-        return LinearOperand(getattr(self, name), None, None if adapter is None else adapter.factors)
+        """The operand of a weight [E, out, in], with the bias NAME_bias [E, out] and its adapter, where it has them."""
+        bias, adapter = (getattr(self, f"{name}_{what}", None) for what in ("bias", "adapter"))
+        return LinearOperand(getattr(self, name), bias, None if adapter is None else adapter.factors)
 
     def add_adapter(self, name: str, *, r: int, alpha: float, rslora: bool, dtype: torch.dtype) -> "ExpertsAdapter":
-        """Gives a weight an adapter of zeros, and freezes all weights."""
+        """Gives a weight an adapter of zeros, and freezes all weights and biases."""
         self.requires_grad_(False)
         weight = self.operand(name).weight
         adapter = ExpertsAdapter(weight.shape, r=r, alpha=alpha, rslora=rslora, dtype=dtype, device=weight.device)
@@ -53,22 +54,38 @@ class Experts(Adaptable):
     """Gated MLPs with stacked weights: expert e computes down_proj[e] @ (activation(gate) * up).
 
     forward(x [T, hidden_size], weights [T, top_k], experts [T, top_k]) -> [T, hidden_size]: the weighted sum over the
-    experts of each token. recompute: see `moe_experts`. tp: the ranks over which intermediate_size is sharded (tensor
-    parallel); the caller then sums the outputs over the ranks.
+    experts of each token. activation: as in `glu`, also a ClampedSwiGLU. bias: both layers have one, gate_up_proj_bias
+    [num_experts, 2 intermediate_size] and down_proj_bias [num_experts, hidden_size]. recompute: see `moe_experts`. tp:
+    the ranks over which intermediate_size is sharded (tensor parallel); the caller then sums the outputs over the
+    ranks, of which only the first adds down_proj_bias.
     """
 
     adaptable = stacked = ("gate_up_proj", "down_proj")
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, num_experts: int, activation: str = "silu"):
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        activation: Activation = "silu",
+        bias: bool = False,
+    ):
         super().__init__()
         self.activation, self.num_experts = activation, num_experts
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        for name, rows in (("gate_up_proj_bias", 2 * intermediate_size), ("down_proj_bias", hidden_size)):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, rows)) if bias else None)
         self.reset_parameters()
 
     def init_weights(self, draw: Draw) -> None:
         draw(self.gate_up_proj)
         draw(self.down_proj)
+        draw(self.gate_up_proj_bias, zeros)
+        draw(self.down_proj_bias, zeros)
 
     @property
     def intermediate_size(self) -> int:
@@ -84,7 +101,9 @@ class Experts(Adaptable):
         inner = self.intermediate_size
         split = inner, f"an intermediate size of {inner}"
         gate_up = Shard("columns", *split, parts=(inner, inner), dim=1)
-        return {"gate_up_proj": gate_up, "down_proj": Shard("rows", *split)}
+        shards = {"gate_up_proj": gate_up, "down_proj": Shard("rows", *split)}
+        biases = {} if self.down_proj_bias is None else {"gate_up_proj_bias": gate_up, "down_proj_bias": REPLICATED}
+        return shards | biases
 
     def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
         operands = [self.operand(name) for name in self.stacked]
@@ -114,13 +133,24 @@ class Experts(Adaptable):
                 raise InputError(
                     "experts with adapters or quantised weights cannot run under tensor parallel: use a mesh without tp"
                 )
-            gate_up, down = (LinearOperand(local_shard(layer.weight, self.tp)) for layer in layers)
-            layers = LinearOperand(gate_up.weight.flatten(1, -2)), down  # gate and up have a dim of their own
+            layers = self._local_operands(*layers, self.tp)
         return experts_of(x, weights, experts, *layers, activation=self.activation, recompute=recompute)
+
+    @staticmethod
+    def _local_operands(
+        gate_up: LinearOperand, down: LinearOperand, tp: MeshGroup
+    ) -> tuple[LinearOperand, LinearOperand]:
+        """This rank's operands. Of gate_up's tensors, gate and up have a dim of their own."""
+        first, last = local_shard(gate_up.weight, tp).flatten(1, 2), local_shard(down.weight, tp)
+        if down.bias is None:
+            return LinearOperand(first), LinearOperand(last)
+        first_bias, last_bias = local_shard(gate_up.bias, tp).flatten(1, 2), replicated(down.bias, tp)
+        return LinearOperand(first, first_bias), LinearOperand(last, last_bias * float(tp.rank == 0))
 
     def extra_repr(self) -> str:
         sizes = f"{self.operand('down_proj').weight.shape[1]}, {self.intermediate_size}"
-        return f"{sizes}, num_experts={self.num_experts}, activation={self.activation!r}"
+        bias = self.down_proj_bias is not None
+        return f"{sizes}, num_experts={self.num_experts}, activation={self.activation!r}, bias={bias}"
 
 
 class ExpertsAdapter(nn.Module):
@@ -153,28 +183,41 @@ class ExpertsAdapter(nn.Module):
 class Router(Adaptable):
     """Scores of the experts for each token: x [T, hidden_size] -> [T, num_experts].
 
-    fp32: the weight stays in fp32, and the product is in fp32, as in DeepSeek-V3 and GLM-4.5. bias: the buffer
-    `e_score_correction_bias` [num_experts], in fp32, for `route`; no gradient trains it. The weight is then in fp32,
-    too, but without `fp32` the product is in the dtype of x.
+    fp32: the weight stays in fp32, and the product is in fp32, as in DeepSeek-V3 and GLM-4.5. bias: adds the parameter
+    `bias` [num_experts] to the scores, as in gpt-oss. correction_bias: the buffer `e_score_correction_bias`
+    [num_experts], in fp32, for `route`; no gradient trains it. The weight is then in fp32, too, but without `fp32` the
+    product is in the dtype of x.
     """
 
     adaptable = ("weight",)
+    bias: nn.Parameter | None
     e_score_correction_bias: Tensor | None
 
-    def __init__(self, hidden_size: int, num_experts: int, *, fp32: bool = False, bias: bool = False):
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        *,
+        fp32: bool = False,
+        bias: bool = False,
+        correction_bias: bool = False,
+    ):
         super().__init__()
         self.fp32 = fp32
-        self.keep_fp32 = fp32 or bias
+        self.keep_fp32 = fp32 or correction_bias
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32) if bias else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(num_experts)) if bias else None)
+        correction = torch.zeros(num_experts, dtype=torch.float32) if correction_bias else None
+        self.register_buffer("e_score_correction_bias", correction)
         self.reset_parameters()
 
     def init_weights(self, draw: Draw) -> None:
         draw(self.weight)
+        draw(self.bias)  # as GptOssPreTrainedModel does
         draw(self.e_score_correction_bias, zeros)
 
     def shards(self) -> Mapping[str, Shard]:
-        return {"weight": REPLICATED}
+        return {"weight": REPLICATED} | ({} if self.bias is None else {"bias": REPLICATED})
 
     def operand(self, name: str) -> LinearOperand:
         """The operand of "weight", as that of one expert: [1, num_experts, hidden_size]."""
@@ -185,12 +228,12 @@ class Router(Adaptable):
         adapter = None if module is None else module.factors
         if adapter is not None:
             adapter = adapter._replace(a=adapter.a[0], b=adapter.b[0])
-        weight = replicated(self.weight, self.tp)
+        weight, bias = replicated(self.weight, self.tp), replicated(self.bias, self.tp)
         if self.fp32:
             x = cast_with_handle(x, weight.dtype)
         elif self.keep_fp32:
-            weight = weight.to(x.dtype)
-        return linears(x, [LinearOperand(weight, None, adapter)])
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        return linears(x, [LinearOperand(weight, bias, adapter)])
 
 
 class ScaledRouter(Layer):
@@ -232,11 +275,11 @@ class MoE(Layer):
     forward(x [B, S, hidden_size], experts=None) -> (y [B, S, hidden_size], router_logits [B * S, num_experts]). experts
     [B * S, top_k]: those that the tokens take, -1 for the router's choice; the router's logits weigh them.
 
-    routing: options of `route`, which says what makes up the weights of the chosen experts; bias=True is for a buffer.
-    The weighted sum of the experts' outputs is in fp32. fp32_router, bias: as in `Router`. jitter_noise: in training, x
-    is first multiplied by random numbers from [1 - jitter_noise, 1 + jitter_noise], for both the router (`gate`) and
-    the experts. experts_first: `experts` stand before `gate` in the order of parameters, by which optimizers know them.
-    activation: as in GatedMLP.
+    routing: options of `route`, which says what makes up the weights of the chosen experts. The weighted sum of the
+    experts' outputs is in fp32. fp32_router, correction_bias: as in `Router`. bias: router and experts have one, as in
+    gpt-oss. jitter_noise: in training, x is first multiplied by random numbers from [1 - jitter_noise,
+    1 + jitter_noise], for both the router (`gate`) and the experts. experts_first: `experts` stand before `gate` in the
+    order of parameters, by which optimizers know them. activation: as in `Experts`.
     shared_size: the size of `shared_expert`, a GatedMLP that every token passes and whose output is added; 0 for none.
     shared_name: its name, where it is another. router_name: that of the router, where it is not `gate`.
     shared_gate: its output is first multiplied by sigmoid(shared_expert_gate(x)), a number per token.
@@ -255,7 +298,9 @@ class MoE(Layer):
         *,
         num_experts: int,
         top_k: int,
-        activation: str = "silu",
+        activation: Activation = "silu",
+        bias: bool = False,
+        correction_bias: bool = False,
         jitter_noise: float = 0.0,
         experts_first: bool = False,
         shared_size: int = 0,
@@ -266,18 +311,18 @@ class MoE(Layer):
         **routing: Any,
     ):
         super().__init__()
-        bias = routing.pop("bias", False)
         check_routing(num_experts, top_k=top_k, **routing)
         self.top_k, self.routing = top_k, routing
         self.jitter_noise = jitter_noise
-        self.router_name = router_name
-        self.add_module(router_name, Router(hidden_size, num_experts, fp32=fp32_router, bias=bias))
-        self.experts = Experts(hidden_size, intermediate_size, num_experts=num_experts, activation=activation)
+        self.router_name, inner = router_name, dict[str, Any](activation=activation, bias=bias)
+        router = Router(hidden_size, num_experts, fp32=fp32_router, bias=bias, correction_bias=correction_bias)
+        self.add_module(router_name, router)
+        self.experts = Experts(hidden_size, intermediate_size, num_experts=num_experts, **inner)
         if experts_first:
             self.add_module(router_name, self._modules.pop(router_name))
         self.register_buffer("expert_loads", None, persistent=False)
         self.shared_name = shared_name
-        self.add_module(shared_name, GatedMLP(hidden_size, shared_size, activation=activation) if shared_size else None)
+        self.add_module(shared_name, GatedMLP(hidden_size, shared_size, **inner) if shared_size else None)
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_size and shared_gate else None
 
     @property

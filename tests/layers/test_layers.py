@@ -3,6 +3,7 @@ with transformers."""
 
 import copy
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_every_token_passes_the_shared_expert(gated):
     assert torch.equal(logits, expected_logits)
 
 
-OF_DEEPSEEK = dict(score="sigmoid", bias=True, fp32_router=True, eps=1e-20, scale=2.5)
+OF_DEEPSEEK = dict(score="sigmoid", correction_bias=True, fp32_router=True, eps=1e-20, scale=2.5)
 IN_GROUPS = dict(n_group=4, topk_group=2, norm_topk_prob=False, routed_scaling_factor=1.8)
 ROUTERS = {
     "mixtral MixtralTopKRouter": (dict(), dict()),
@@ -100,7 +101,7 @@ ROUTERS = {
     ),
     "glm4_moe Glm4MoeTopkRouter": (dict(routed_scaling_factor=2.5, n_group=1, topk_group=1), OF_DEEPSEEK),
     "lfm2_moe Lfm2MoeTopKRouter": (
-        dict(use_expert_bias=True, norm_topk_prob=True), dict(score="sigmoid", bias=True, eps=1e-6),
+        dict(use_expert_bias=True, norm_topk_prob=True), dict(score="sigmoid", correction_bias=True, eps=1e-6),
     ),
     "mistral4 Mistral4TopkRouter": (
         dict(n_group=4, topk_group=3, norm_topk_prob=True), dict(groups=4, groups_kept=3, dropped=0.0),
@@ -160,18 +161,76 @@ def test_replayed_experts_are_weighed_by_this_router(options):
 
 
 def test_a_router_in_fp32_computes_in_fp32():
-    """In a model of 16 bits; with a bias alone it computes in the dtype of x."""
-    for fp32, bias in ((True, True), (False, True), (True, False), (False, False)):
-        router = L.Router(32, 8, fp32=fp32, bias=bias)
-        weight, x = router.weight.detach().clone(), torch.randn(5, 32, dtype=torch.bfloat16)
+    """In a model of 16 bits; with a correction bias alone it computes in the dtype of x. Its linear bias is added."""
+    for fp32, correction, bias in itertools.product((True, False), (True, False), (True, False)):
+        router = L.Router(32, 8, fp32=fp32, bias=bias, correction_bias=correction)
+        x = torch.randn(5, 32, dtype=torch.bfloat16)
+        parameters = [p.detach().clone() for p in (router.weight, router.bias) if p is not None]
         router.to(torch.bfloat16)
-        assert router.weight.dtype == (torch.float32 if fp32 or bias else torch.bfloat16)
-        expected = F.linear(x.float(), weight) if fp32 else F.linear(x, weight.bfloat16())
+        assert {p.dtype for p in router.parameters()} == {torch.float32 if fp32 or correction else torch.bfloat16}
+        expected = F.linear(x.float(), *parameters) if fp32 else F.linear(x, *(p.bfloat16() for p in parameters))
         assert torch.equal(router(x), expected)
-        if bias:
-            assert {*router.state_dict()} == {"weight", "e_score_correction_bias"}
+        names = {"weight": True, "bias": bias, "e_score_correction_bias": correction}
+        assert {*router.state_dict()} == {name for name, there in names.items() if there}
+        if correction:
             assert router.e_score_correction_bias.dtype == torch.float32
             assert not router.e_score_correction_bias.requires_grad and not router.e_score_correction_bias.any()
+
+
+def gpt_oss(limit: float = 0.9) -> tuple[nn.Module, L.MoE]:
+    """The experts and the router of gpt-oss as transformers have them, and ours with the same weights."""
+    config = transformers.GptOssConfig(
+        hidden_size=40, intermediate_size=27, num_local_experts=6, num_experts_per_tok=3, swiglu_limit=limit
+    )
+    theirs = importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss").GptOssMLP(config)
+    clamped = L.ClampedSwiGLU(config.swiglu_alpha, limit)
+    ours = L.MoE(40, 27, num_experts=6, top_k=3, activation=clamped, bias=True)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    ours.load_state_dict(of_gpt_oss(dict(theirs.named_parameters())))
+    return theirs, ours
+
+
+def of_gpt_oss(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters, or gradients, under our names: theirs are [in, out], and gate and up are every other column."""
+
+    def ours(name: str, x: torch.Tensor) -> torch.Tensor:
+        if "gate_up" in name:
+            x = torch.cat([x[..., ::2], x[..., 1::2]], -1)
+        return x.mT if name.endswith("proj") else x
+
+    return {name.replace("router", "gate"): ours(name, x) for name, x in tensors.items()}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_biased_experts_with_the_clamped_unit_as_transformers(recompute):
+    """GptOssMLP in fp32: outputs, logits, and all gradients; half of gates and ups are above the limit."""
+    theirs, ours = gpt_oss()
+    ours.recompute = recompute
+    x, dy = torch.randn(2, 9, 40, requires_grad=True), torch.randn(2, 9, 40)
+    (expected, _), (y, logits) = theirs(x), ours(x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, F.linear(x.flatten(0, 1), theirs.router.weight, theirs.router.bias))
+    names, leaves = zip(*theirs.named_parameters(), strict=True)
+    dx, *rest = torch.autograd.grad(expected, [x, *leaves], dy)
+    of_theirs = of_gpt_oss(dict(zip(names, rest, strict=True)))
+    our_dx, *rest = torch.autograd.grad(y, [x, *(ours.get_parameter(name) for name in of_theirs)], dy)
+    for actual, correct in zip((our_dx, *rest), (dx, *of_theirs.values()), strict=True):
+        torch.testing.assert_close(actual, correct, rtol=1e-5, atol=1e-5 * correct.abs().max().item())
+
+
+def test_the_balancing_loss_of_biased_logits_as_transformers():
+    theirs, ours = gpt_oss()
+    module = importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss")
+    x, mask = torch.randn(2, 9, 40), torch.ones(2, 9)
+    mask[1, :4] = 0
+    logits = [ours(x)[1], ours(2 * x)[1]]
+    expected = module.load_balancing_loss_func(tuple(theirs.router(t.flatten(0, 1))[0] for t in (x, 2 * x)), 6, 3, mask)
+    loss = L.load_balancing_loss(logits, top_k=3, attention_mask=mask)
+    torch.testing.assert_close(loss, expected)
+    gradients = torch.autograd.grad(loss, [ours.gate.weight, ours.gate.bias])
+    their_gradients = torch.autograd.grad(expected, [theirs.router.weight, theirs.router.bias])
+    torch.testing.assert_close(gradients, their_gradients)
 
 
 class Block(nn.Module):

@@ -1,7 +1,7 @@
 """The experts of a mixture: MLPs over the tokens that `route` sends them, with any operands.
 
     y[t] = sum over j of weights[t, j] * down[e] @ h,   h = act(gate) * up,   [gate | up] = gate_up[e] @ x[t],
-    e = experts[t, j];   of experts without a gate h = act(up),   up = gate_up[e] @ x[t]
+    e = experts[t, j];   of experts without a gate h = act(up),   up = gate_up[e] @ x[t];   gpt-oss: see `ClampedSwiGLU`
 
 An operand is a dense weight, or one in few bits, with or without a bias, and with or without an adapter: see `Adapter`.
 
@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import ACTIVATIONS, activation, unit
+from ligermodels.kernels._math import Activation, activation, activation_name, unit
 from ligermodels.kernels._recompute import handle_of, may_overwrite, recomputed
 from ligermodels.kernels._triton import next_power_of_2, once_differentiable, tl, triton, use_triton
 from ligermodels.kernels.experts._decode import decode_experts, decode_takes
@@ -57,7 +57,7 @@ from ligermodels.kernels.linear.operand import LinearOperand, autocast_dtype, ch
 
 
 def experts_reference(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *, activation: str
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *, activation: Activation
 ) -> Tensor:
     """`experts_of` in plain PyTorch; raises InputError for an expert outside [0, E)."""
     _check_experts(experts, gate_up.weight.shape[0])
@@ -73,10 +73,11 @@ def experts_reference(
 
 
 def moe_experts_reference(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu"
-) -> Tensor:
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor,
+    gate_up_proj_bias: Tensor | None = None, down_proj_bias: Tensor | None = None, *, activation: Activation = "silu",
+) -> Tensor:  # fmt: skip
     """`moe_experts` in plain PyTorch; raises InputError for an expert outside [0, E)."""
-    operands = LinearOperand(gate_up_proj), LinearOperand(down_proj)
+    operands = LinearOperand(gate_up_proj, gate_up_proj_bias), LinearOperand(down_proj, down_proj_bias)
     return experts_reference(x, weights, experts, *operands, activation=activation)
 
 
@@ -370,7 +371,7 @@ def _select(operands: tuple[LinearOperand, ...], experts: Tensor) -> tuple[Tenso
 
 def experts_of(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *,
-    activation: str = "silu", recompute: bool = False,
+    activation: Activation = "silu", recompute: bool = False,
 ) -> Tensor:  # fmt: skip
     """Each token's weighted sum of the outputs of its experts.
 
@@ -382,8 +383,6 @@ def experts_of(
     Returns [T, H] of x's dtype; under torch.autocast of the autocast dtype, to which x and dense weights are cast.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    if activation not in ACTIVATIONS:
-        raise InputError(f"moe_experts: activation={activation!r}; supported are {', '.join(map(repr, ACTIVATIONS))}.")
     shape, (count, hidden, inner) = gate_up.weight.shape, down.weight.shape if len(down.weight.shape) == 3 else (0,) * 3
     fits = len(shape) == 3 and shape[0] == count and shape[1] in (inner, 2 * inner) and shape[2] == hidden
     if not (count and fits and x.dim() == 2 and x.shape[1] == hidden):
@@ -393,6 +392,8 @@ def experts_of(
         )
     (gate_up,) = check("moe_experts", "x", x, hidden, [gate_up], ("gate_up_proj ",), count)
     (down,) = check("moe_experts", "x", x, inner, [down], ("down_proj ",), count)
+    gated = shape[1] == 2 * inner
+    activation = activation_name("moe_experts", activation, gated=gated)
     if (
         weights.dim() != 2
         or weights.shape != experts.shape
@@ -411,7 +412,7 @@ def experts_of(
     for size in (*down.weight.shape, weights.shape[1]):
         operator.index(size)  # constexprs of the kernels, which Dynamo must take for constants from here on
     plain = gate_up.is_dense and down.is_dense and gate_up.bias is None and down.bias is None
-    if plain and shape[1] == 2 * inner and decode_takes(x, weights, experts, gate_up.weight, down.weight):
+    if plain and gated and decode_takes(x, weights, experts, gate_up.weight, down.weight):
         return decode_experts(x, weights, experts, gate_up.weight, down.weight, activation)
     if not use_triton(x):
         reference: Any = functools.partial(experts_reference, activation=activation)
@@ -432,9 +433,11 @@ def _describe(weight: Any) -> str:
 
 
 def moe_experts(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu",
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor,
+    gate_up_proj_bias: Tensor | None = None, down_proj_bias: Tensor | None = None, *, activation: Activation = "silu",
     recompute: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`experts_of` for dense weights without biases: gate_up_proj [E, 2I, H] or [E, I, H], and down_proj [E, H, I]."""
-    operands = LinearOperand(gate_up_proj), LinearOperand(down_proj)
+    """`experts_of` for dense weights: gate_up_proj [E, 2I, H] or [E, I, H], and down_proj [E, H, I]; with biases
+    [E, 2I] or [E, I], and [E, H], or None."""
+    operands = LinearOperand(gate_up_proj, gate_up_proj_bias), LinearOperand(down_proj, down_proj_bias)
     return experts_of(x, weights, experts, *operands, activation=activation, recompute=recompute)

@@ -12,24 +12,26 @@ Source: see ACTIVATIONS in _math.py.
 
 from torch import Tensor
 
-from ligermodels.kernels._math import ACTIVATIONS
+from ligermodels.kernels._math import ACTIVATIONS, Activation, activation_name
 from ligermodels.kernels._triton import accumulator, use_triton
 from ligermodels.kernels.linear.glu import GLU, check_glu
 
 
-def activate_reference(x: Tensor, *, activation: str) -> Tensor:
-    return ACTIVATIONS[activation](x.to(accumulator(x.dtype))).to(x.dtype)
+def activate_reference(x: Tensor, *, activation: Activation) -> Tensor:
+    name = activation_name("activate", activation, gated=False)
+    return ACTIVATIONS[name](x.to(accumulator(x.dtype))).to(x.dtype)
 
 
-def activate(x: Tensor, *, activation: str) -> Tensor:
+def activate(x: Tensor, *, activation: Activation) -> Tensor:
     """act(x), element by element.
 
     x: [..., F]; activation: "quick_gelu" (x * sigmoid(1.702 x)), "gelu" (exact, by erf), "gelu_tanh" (the tanh
     approximation) or "silu".
     Returns [..., F] of x's dtype.
-    Raises InputError for an unknown activation, or an x without columns or of integers.
+    Raises InputError for an activation that is unknown or needs a gate, or an x without columns or of integers.
     """
-    check_glu("activate", "x", x, activation)
+    name = activation_name("activate", activation, gated=False)
+    check_glu("activate", "x", x)
     if not use_triton(x):
-        return activate_reference(x, activation=activation)
-    return GLU.apply(x, None, False, activation)
+        return activate_reference(x, activation=name)
+    return GLU.apply(x, None, False, name)

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import chunk_rows, slices
+from ligermodels.kernels._math import Activation, activation_name
 from ligermodels.kernels._recompute import handle_of, may_overwrite
 from ligermodels.kernels._triton import apply, once_differentiable, use_triton
 from ligermodels.kernels.linear._gemv import gemv
@@ -49,7 +50,7 @@ from ligermodels.kernels.linear.quantized import quantized_glu, quantized_linear
 def gated_mlp_reference(
     x: Tensor, gate_up_weight: Tensor | Sequence[Tensor], down_weight: Tensor,
     gate_up_bias: Tensor | Sequence[Tensor | None] | None = None, down_bias: Tensor | None = None, *,
-    activation: str = "silu",
+    activation: Activation = "silu",
 ) -> Tensor:  # fmt: skip
     weights = _several(gate_up_weight)
     biases = [None] * len(weights) if gate_up_bias is None else _several(gate_up_bias)
@@ -66,7 +67,7 @@ def mlp_reference(
 
 
 def _reference(
-    x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str
+    x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: Activation
 ) -> Tensor:
     z = linears_reference(x, first)
     h = (glu_reference if gated else activate_reference)(z, activation=activation)
@@ -198,14 +199,14 @@ def _run(
 
 
 def mlp_of(
-    x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str,
+    x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: Activation,
     recompute: bool = False, workspace_bytes: int = 512 * 2**20,
 ) -> Tensor:  # fmt: skip
     """`gated_mlp` or `mlp` of operands. first: for a gated MLP gate and up, as two layers or joint in one."""
     where, layers = "mlp", ("fc1_", "fc2_")
     if gated:
         where, layers = "gated_mlp", ("gate_up_", "down_") if len(first) == 1 else ("gate_", "up_", "down_")  # type: ignore[assignment]
-    hidden = check_glu(where, "x", x, activation)
+    activation, hidden = activation_name(where, activation, gated=gated), check_glu(where, "x", x)
     how = choose_mlp(x, first, last, gated=gated)
     if how == "gemv":  # unchecked, since decoding is bound by the host
         return _few_rows(x, first, last, activation)
@@ -259,7 +260,7 @@ def _halves(layer: LinearOperand) -> list[LinearOperand]:
 def gated_mlp(
     x: Tensor, gate_up_weight: Weight | Sequence[Weight], down_weight: Weight,
     gate_up_bias: Tensor | Sequence[Tensor | None] | None = None, down_bias: Tensor | None = None, *,
-    activation: str = "silu", recompute: bool = False, workspace_bytes: int = 512 * 2**20,
+    activation: Activation = "silu", recompute: bool = False, workspace_bytes: int = 512 * 2**20,
 ) -> Tensor:  # fmt: skip
     """F.linear(glu(F.linear(x, gate_up_weight, gate_up_bias)), down_weight, down_bias).
 

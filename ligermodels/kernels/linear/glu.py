@@ -29,7 +29,16 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._gradients import weight_gradient
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import ACTIVATIONS, activation, head_rows, tile, tile_at, unit
+from ligermodels.kernels._math import (
+    Activation,
+    activation,
+    activation_name,
+    head_rows,
+    tile,
+    tile_at,
+    unit,
+    unit_reference,
+)
 from ligermodels.kernels._triton import (
     FEW_ROWS,
     accumulator,
@@ -47,9 +56,9 @@ from ligermodels.kernels._triton import (
 )
 
 
-def glu_reference(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
+def glu_reference(gate_up: Tensor, up: Tensor | None = None, *, activation: Activation = "silu") -> Tensor:
     gate, up = (t.to(accumulator(t.dtype)) for t in (gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)))
-    return (ACTIVATIONS[activation](gate.contiguous()) * up).to(gate_up.dtype)
+    return unit_reference(gate.contiguous(), up, activation).to(gate_up.dtype)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -202,10 +211,8 @@ class GLULinear(torch.autograd.Function):
         return dx, d_up, d_weight, dy.sum(0) if need_bias else None, None, None
 
 
-def check_glu(where: str, name: str, x: Tensor, activation: str, *, joint: bool = False) -> int:
+def check_glu(where: str, name: str, x: Tensor, *, joint: bool = False) -> int:
     """Checks x, and returns F, as an int because it is a constexpr of the kernels."""
-    if activation not in ACTIVATIONS:
-        raise InputError(f"{where}: activation={activation!r}; supported are {', '.join(map(repr, ACTIVATIONS))}.")
     width = x.shape[-1] if x.dim() else 0
     if width == 0 or (joint and width % 2) or not x.is_floating_point():
         expected = "[..., 2F], the halves [gate | up] of one projection" if joint else "[..., F], F >= 1"
@@ -213,16 +220,18 @@ def check_glu(where: str, name: str, x: Tensor, activation: str, *, joint: bool 
     return operator.index(width) // (2 if joint else 1)
 
 
-def glu(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
+def glu(gate_up: Tensor, up: Tensor | None = None, *, activation: Activation = "silu") -> Tensor:
     """act(gate) * up.
 
     gate_up: [..., 2F], rows [gate | up]; or the gate [..., F] beside an up of its shape and dtype. Any strides; copied
     where the last dim is not contiguous.
-    activation: "silu", "gelu_tanh" (the tanh approximation), "gelu" (exact, by erf), "quick_gelu" or "sigmoid".
+    activation: "silu", "gelu_tanh" (the tanh approximation), "gelu" (exact, by erf), "quick_gelu" or "sigmoid"; or
+    `ClampedSwiGLU(alpha, limit)`, gpt-oss' (up + 1) * gate * sigmoid(alpha * gate) of a clamped gate and up.
     Returns [..., F] of gate_up's dtype.
     Raises InputError for an odd width, a gate and an up that differ, or an unknown activation.
     """
-    check_glu("glu", "gate_up", gate_up, activation, joint=up is None)
+    activation = activation_name("glu", activation, gated=True)
+    check_glu("glu", "gate_up", gate_up, joint=up is None)
     if up is not None and (up.shape != gate_up.shape or up.dtype != gate_up.dtype or up.device != gate_up.device):
         raise InputError(
             f"glu: gate_up has {describe(gate_up)}, up has {describe(up)}; beside an up, gate_up is the gate, of its "
