@@ -75,10 +75,11 @@ class Experts(Adaptable):
     ):
         super().__init__()
         self.activation, self.num_experts = activation, num_experts
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        inner = 2 * intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, inner, hidden_size))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, inner)) if bias else None
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
-        for name, rows in (("gate_up_proj_bias", 2 * intermediate_size), ("down_proj_bias", hidden_size)):
-            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, rows)) if bias else None)
+        self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
         self.reset_parameters()
 
     def init_weights(self, draw: Draw) -> None:
