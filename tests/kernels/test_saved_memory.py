@@ -22,7 +22,7 @@ MIXTURES = {
     "weights of all experts": dict(normalize=False),
     "a shared expert": dict(shared_size=40),
     "a gated shared expert": dict(shared_size=40, shared_gate=True),
-    "a router in fp32": dict(score="sigmoid", bias=True, fp32_router=True),
+    "a router in fp32": dict(score="sigmoid", correction_bias=True, fp32_router=True),
 }
 CASES = {
     "llama": NORMS + HEADS,

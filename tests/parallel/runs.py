@@ -105,7 +105,7 @@ FAMILIES = {
 """model_type, or a name, -> config: embeddings tied and not, biases, norms of heads, windows, caps, experts, images."""
 MIXTURES = {
     "mixtral_shared": dict(shared_size=16, shared_gate=True),
-    "mixtral_sigmoid": dict(score="sigmoid", bias=True, fp32_router=True, scale=2.5, shared_size=16),
+    "mixtral_sigmoid": dict(score="sigmoid", correction_bias=True, fp32_router=True, scale=2.5, shared_size=16),
 }
 """name -> options of `MoE`, which no family of the zoo has."""
 ALIKE = {"mistral": "llama", "gemma": "llama"}

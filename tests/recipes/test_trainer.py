@@ -310,7 +310,7 @@ def test_the_parameters_of_adapters_are_counted_before_there_are_any():
 
 def test_experts_are_balanced_by_their_biases(home, tmp_path, monkeypatch):
     """The rate changes them once a step, they are saved, and a run that is resumed goes on from them."""
-    monkeypatch.setattr(block, "MoE", functools.partial(MoE, score="sigmoid", bias=True))
+    monkeypatch.setattr(block, "MoE", functools.partial(MoE, score="sigmoid", correction_bias=True))
     folder, config = tmp_path / "model", json.loads((home / "model" / "config.json").read_text())
     shutil.copytree(home / "model", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     config |= dict(model_type="mixtral", num_local_experts=4)

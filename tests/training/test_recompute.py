@@ -419,7 +419,7 @@ class TestOnAGPU:
         assert_same(found, [parameter.grad for parameter in model.parameters()])
 
 
-BALANCED = dict(score="sigmoid", bias=True, scale=2.5, shared_size=8)
+BALANCED = dict(score="sigmoid", correction_bias=True, scale=2.5, shared_size=8)
 
 
 def balanced(monkeypatch, family="mixtral", **options):
