@@ -429,9 +429,10 @@ def _modules_per_expert(model: Any, key: str, module: Adaptable, name: str) -> l
 
 def _all_per_expert(model: Any, experts: Mapping[str, tuple[Adaptable, str]]) -> dict[str, list[list[str]]]:
     """{name of an adapted weight: `_modules_per_expert`}. Raises InputError where no tool reads such files."""
-    each = {name: _modules_per_expert(model, name, *place) for name, place in experts.items()}
+    each = {name: _modules_per_expert(model, name, *place) for name, place in stacked_weights(model).items()}
+    whole = next((name for name, modules in each.items() if not modules), None)
     for name, (module, _) in experts.items():
-        reason = None if each[name] else f"{name} is one tensor on disk in this {_kind(model)}"
+        reason = None if whole is None else f"{whole} is one tensor on disk in this {_kind(model)}"
         if lacking := [weight for weight in module.stacked if weight not in module.adapters]:
             reason = f"{name} has an adapter and {lacking[0]} beside it has none, which PEFT and vLLM do not read so"
         if reason:
@@ -442,7 +443,7 @@ def _all_per_expert(model: Any, experts: Mapping[str, tuple[Adaptable, str]]) ->
             "save_adapter: with per_expert=True the adapters of experts and routers need one r and one alpha, and have "
             f"{', '.join(f'r={r} and alpha={alpha:g}' for r, alpha in sorted(sizes))}: leave per_expert out"
         )
-    return each
+    return {name: each[name] for name in experts}
 
 
 def _take_experts(

@@ -37,6 +37,10 @@ FAMILIES = {
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, head_dim=8, mlp_only_layers=[0],
         norm_topk_prob=True,
     ),
+    "gpt_oss": dict(
+        num_local_experts=4, num_experts_per_tok=2, intermediate_size=20, head_dim=8, sliding_window=6,
+        swiglu_limit=0.5, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
     "qwen3_5_text": dict(
         head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
         full_attention_interval=2,
