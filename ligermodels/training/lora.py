@@ -186,8 +186,8 @@ def save_adapter(model: Any, folder: str | Path, *, per_expert: bool = False) ->
         if ".lora_" in name or any(name.startswith(f"{module}.") for module in saved)
     }
     for key, regions in _rearranged(model, linears, experts, saved, "save_adapter").items():
-        b = f"{key}_adapter.lora_B.weight" if key in experts else f"{key}.lora_B.weight"
-        for name in (b, f"{key}.lora_magnitude_vector.weight"):
+        prefix = f"{key}_adapter" if key in experts else key
+        for name in (f"{prefix}.lora_B.weight", f"{prefix}.lora_magnitude_vector.weight"):
             if name in parameters:
                 rows = files.whole(parameters[name])
                 parameters[name] = torch.cat([region.to_disk(rows[region.index]) for region in regions])
