@@ -80,6 +80,11 @@ OPS: dict[str, Op] = {
     "unfused_attention": attention_op(
         wide_attention, [form for form in FORMS if "softcap" not in form], dtypes=HALF, ordered=True, dims=WIDE_DIMS
     ),
+    "attention with sinks": attention_op(kernels.attention, [*OURS, "decode"], dtypes=HALF, ordered=True, sinks=True),
+    "attention of torch with sinks": attention_op(
+        kernels.attention, OF_TORCH[:-1], dtypes=OF_TORCH_DTYPES, ordered=False, sinks=True
+    ),
+    "flash_attention with sinks": attention_op(our_attention, list(FORMS), dtypes=HALF, ordered=True, sinks=True),
     "cross_entropy": loss_op(),
     "linear_cross_entropy": linear_loss_op(),
     "linear_logprobs": logprobs_op(),

@@ -17,16 +17,18 @@ from ligermodels.kernels.attention.attention import _visible
 from tests.kernels.cases import Case, Maker, Op, Sizes
 
 
-def visible(q, k, *, causal=True, window=None, key_mask=None, cu_seqlens=None) -> Tensor:
+def visible(q, k, *, causal=True, window=None, key_mask=None, cu_seqlens=None, with_sinks=False) -> Tensor:
     """Which query sees which key, [B or 1, 1, S, K]; `test_attention.py` compares it with the definition."""
-    return _visible(q, k, causal, window, key_mask, cu_seqlens)
+    return _visible(q, k, causal, window, key_mask, cu_seqlens, with_sinks=with_sinks)
 
 
-def eager_attention(q, k, v, *, softcap=None, scale=None, causal=True, max_seqlen=None, **masks):
-    """sdpa_attention_forward of transformers; with a softcap, which that has not, its eager_attention_forward."""
+def eager_attention(q, k, v, *, softcap=None, scale=None, causal=True, max_seqlen=None, sinks=None, **masks):
+    """sdpa_attention_forward of transformers; with a softcap or sinks, which that has not, eager_attention_forward."""
     length, num_keys, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    seen = visible(q, k, causal=causal, **masks)
+    seen = visible(q, k, causal=causal, with_sinks=sinks is not None, **masks)
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
+    if sinks is not None:
+        return of_scores(q, k, v, seen, softcap, scale, sinks)
     if softcap is None and bool(seen.all()):
         return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
     if softcap is None and length == num_keys and causal and not any(x is not None for x in masks.values()):
@@ -34,10 +36,19 @@ def eager_attention(q, k, v, *, softcap=None, scale=None, causal=True, max_seqle
     if softcap is None:
         mask = seen.expand(q.shape[0], 1, length, num_keys)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+    return of_scores(q, k, v, seen, softcap, scale)
+
+
+def of_scores(q, k, v, seen, softcap, scale, sinks=None):
+    """eager_attention_forward of transformers, of Gemma 2 and of gpt-oss; the softmax in fp32, as the former has it."""
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=accumulator(q.dtype)).to(q.dtype)
-    return (weights @ v).transpose(1, 2)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1, dtype=accumulator(q.dtype)).to(q.dtype)
+    return (weights[..., : k.shape[2]] @ v).transpose(1, 2)
 
 
 def our_attention(q, k, v, *, scale=None, **options):
@@ -68,7 +79,12 @@ def attention_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
     capped = scores if cap is None else cap * torch.tanh(scores / cap)
     named = case.options | case.tensors
     masks = {n: named[n] for n in ("causal", "window", "key_mask", "cu_seqlens") if n in named}
-    p = capped.masked_fill(~visible(q, k, **masks), float("-inf")).softmax(-1)
+    sinks = case.tensors.get("sinks")
+    hidden = ~visible(q, k, with_sinks=sinks is not None, **masks)
+    logits = capped.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.detach().double()[:, None, None].expand(*logits.shape[:3], 1)], -1)
+    p_sinks, p = logits.softmax(-1)[..., k.shape[1] :], logits.softmax(-1)[..., : k.shape[1]]
     out, square = (torch.einsum("bhsk,bkhd->bhsd", p, x) for x in (v, v.square()))
     dout, eps = upstream[0].double().transpose(1, 2), torch.finfo(case.tensors["q"].dtype).eps
     several = 1 - p.amax(-1) > eps / 4 if p.numel() else p.new_zeros(p.shape[:-1], dtype=torch.bool)
@@ -76,10 +92,17 @@ def attention_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
     lost = lost + 2.0**-23 * (out * dout).abs().sum(-1)
     dp = torch.einsum("bshd,bkhd->bhsk", upstream[0].double(), v)
     # The backward makes p again from one number per row, log sum exp, which is as large as the scores.
-    from_lse = (dp - (p * dp).sum(-1, keepdim=True)).abs() * 2.0**-23 * scores.abs().amax(-1, keepdim=True)
+    rounded = 2.0**-23 * scores.abs().amax(-1, keepdim=True)
+    from_lse = (dp - (p * dp).sum(-1, keepdim=True)).abs() * rounded
     ds = p * (lost[..., None] + from_lse) * scale * (1.0 if cap is None else 1 - (capped / cap).square())
     dk = torch.einsum("bhsk,bshd->bkhd", ds, q).unflatten(2, (-1, groups)).sum(3)
-    return {"d_q": torch.einsum("bhsk,bkhd->bshd", ds, k), "d_k": dk}
+    noise = {"d_q": torch.einsum("bhsk,bkhd->bshd", ds, k), "d_k": dk}
+    if sinks is not None:
+        # Without sinks eager is the same engine of torch, and its backward has the same weights.
+        dv = torch.einsum("bhsk,bhsd->bkhd", p * rounded, dout)
+        noise["d_v"] = dv.unflatten(2, (-1, groups)).sum(3)
+        noise["d_sinks"] = (p_sinks.squeeze(-1) * lost).square().sum((0, 2)).sqrt()
+    return noise
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -112,7 +135,9 @@ DIMS = Sizes([8, 16, 40, 64, 80, 96, 128, 192, 256], [3, 24])
 WIDE_DIMS = Sizes([128, 320, 512], [64])
 
 
-def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ordered: bool, dims: Sizes = DIMS) -> Op:
+def attention_op(
+    call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ordered: bool, dims: Sizes = DIMS, sinks: bool = False
+) -> Op:
     def make(m, rows, *, heads, kv_heads, dim, form, scale=1.0, same=False, hidden=False):
         options = (FORMS | DEAR_FORMS)[form].copy()
         packed, cached, decode, key_mask = (options.pop(name, 0) for name in ("packed", "cached", "decode", "key_mask"))
@@ -124,6 +149,8 @@ def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ord
         if same:
             k = m.of(k.detach()[:, :1].expand_as(k))
         tensors = {"q": q, "k": k, "v": v}
+        if sinks:
+            tensors["sinks"] = m(heads * kv_heads, scale=scale)
         if key_mask:
             mask = torch.rand(batch, num_keys, device=m.device) < (0.0 if hidden else 0.7)
             tensors["key_mask"] = m.of(mask, train=False, dtype=torch.bool)
@@ -161,11 +188,11 @@ def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ord
             "form": "key mask" if "key mask" in forms else forms[0],
         },
         row=lambda chosen: 2**12 * chosen["heads"] * chosen["kv_heads"],
-        more={} if call is kernels.attention and ordered else {"form": dear},
+        more={} if call is kernels.attention and ordered and not sinks else {"form": dear},
         variants=16,  # which take long to compile
         few_rows=(0, 70) if our_form else (0, 1, 7, 70),
         edges=edges,
-        past_2_31=huge,
+        past_2_31=None if sinks else huge,
         ordered=ordered,
         dtypes=dtypes,
         noise=attention_noise,
