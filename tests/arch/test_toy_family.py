@@ -45,6 +45,7 @@ def tensors():
         else:
             shapes[layer + "self_attn.qkv_proj.weight"] = (8 * WIDTHS[kind], HIDDEN)
             shapes[layer + "self_attn.o_proj.weight"] = (HIDDEN, 4 * WIDTHS[kind])
+            shapes[layer + "self_attn.sinks"] = (4,)
     shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
     draw = torch.Generator().manual_seed(0)
     return {name: 0.3 * torch.randn(shape, generator=draw) + (len(shape) == 1) for name, shape in shapes.items()}
@@ -74,7 +75,10 @@ def reference(weights, ids):
             theta, window = (100.0, 99) if kind == "full" else (10.0, 5)
             q, k = (rotated(part, theta) for part in (heads[:, :4], heads[:, 4:6]))
             mask = (distance >= 0) & (distance < window)
-            y = F.scaled_dot_product_attention(q, k, heads[:, 6:], attn_mask=mask, enable_gqa=True)
+            k, v = (x.repeat_interleave(2, 1) for x in (k, heads[:, 6:]))
+            scores = (q @ k.mT * WIDTHS[kind] ** -0.5).masked_fill(~mask, -torch.inf)
+            sinks = w["self_attn.sinks"][:, None, None].expand(*scores.shape[:3], 1)
+            y = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
             added = F.linear(y.transpose(1, 2).flatten(2), w["self_attn.o_proj.weight"])
         added = added * w["layer_scalar"]
         h = h + added

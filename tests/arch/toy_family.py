@@ -1,6 +1,7 @@
 """A family that was never released and uses all that a family may ask of the package, written as a newcomer would.
 
 - Blocks of attention and blocks that are an MLP alone, which have no state, in the order of `block_types`.
+- Each query head of attention has a sink.
 - "sliding" blocks have a window, heads of another size (`sliding_head_dim`) and a rope of their own.
 - A second table gives each token a vector for each block, which the block adds to its input.
 - An MLP also adds to its input what the block before it has added to the residual stream.
@@ -131,7 +132,7 @@ class ToyBlock(ResidualBlock):
 class AttentionBlock(ToyBlock):
     def __init__(self, config, layer):
         super().__init__(config)
-        self.self_attn = attention(config, layer, projections=("qkv_proj", "o_proj"))
+        self.self_attn = attention(config, layer, projections=("qkv_proj", "o_proj"), sinks=True)
 
     def forward(self, x, residual, batch, cache=None, carry=None):
         x, residual = self.norm(x, residual)
