@@ -2,6 +2,8 @@
 
     y[t] = sum over j of weights[t, j] * down[e] @ (act(gate) * up), [gate | up] = gate_up[e] @ x[t], e = experts[t, j]
 
+with or without a bias in each projection.
+
 Shapes, as in experts.py: T tokens, K experts of each token, E experts, H hidden size, I inner size. Slot t * K + j is
 token t's choice j; h is [slots, I], in x's dtype.
 
@@ -60,7 +62,7 @@ def _expert_of(experts_ptr, slots, inside, E: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_slots"])
 def _up_kernel(
-    h_ptr, x_ptr, w_ptr, experts_ptr, n_slots, x_stride,
+    h_ptr, x_ptr, w_ptr, b_ptr, experts_ptr, n_slots, x_stride,
     E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -87,12 +89,16 @@ def _up_kernel(
     x = load(x_ptr + last + cols, cols < H - last, EVEN).to(tl.float32)[None, :]
     gates += gate.to(tl.float32) * x
     ups += up.to(tl.float32) * x
-    h = _unit(tl.sum(gates, 1), tl.sum(ups, 1), NAME, h_ptr.dtype.element_ty)
+    h = _unit(tl.sum(gates, 1), tl.sum(ups, 1), b_ptr, expert, at, INNER, NAME, h_ptr.dtype.element_ty)
     tl.store(h_ptr + slot * INNER + at, h, mask=at < INNER)
 
 
 @triton.jit
-def _unit(gate, up, NAME: tl.constexpr, dtype: tl.constexpr):
+def _unit(gate, up, b_ptr, expert, at, INNER: tl.constexpr, NAME: tl.constexpr, dtype: tl.constexpr):
+    """h of elements `at` of gate and up, to which the expert's biases are added."""
+    if b_ptr is not None:
+        b_ptr += expert.to(tl.int64) * (2 * INNER) + tl.minimum(at, INNER - 1)
+        gate, up = gate + tl.load(b_ptr).to(tl.float32), up + tl.load(b_ptr + INNER).to(tl.float32)
     h, _, _ = unit(gate, up, NAME, dtype == tl.float32)
     return h.to(dtype)
 
@@ -106,7 +112,7 @@ def _packed(w, h, PACK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def _down_kernel(
-    y_ptr, h_ptr, w_ptr, experts_ptr, weights_ptr, n_tokens,
+    y_ptr, h_ptr, w_ptr, b_ptr, experts_ptr, weights_ptr, n_tokens,
     E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +140,11 @@ def _down_kernel(
     total += _packed(w, load(h_ptr + last, inside & (cols < INNER - last), EVEN), PACK)
     weights = tl.load(weights_ptr + token * K + j, mask=j < K, other=0.0).to(tl.float32)
     weights = tl.where(known | (j >= K), weights, float("nan"))
-    y = tl.sum(tl.sum(total, 2) * weights[None, :], 1)
+    out = tl.sum(total, 2)
+    if b_ptr is not None:
+        b_ptr += experts.to(tl.int64)[None, :] * H + tl.minimum(at, H - 1)[:, None]
+        out += tl.load(b_ptr, mask=(j < K)[None, :], other=0.0).to(tl.float32)
+    y = tl.sum(out * weights[None, :], 1)
     tl.store(y_ptr + token * H + at, y.to(y_ptr.dtype.element_ty), mask=at < H)
 
 
@@ -163,7 +173,7 @@ def _members(same, before, slot, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_slots"])
 def _up_tiles_kernel(
-    h_ptr, x_ptr, w_ptr, experts_ptr, n_slots, x_stride,
+    h_ptr, x_ptr, w_ptr, b_ptr, experts_ptr, n_slots, x_stride,
     E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -186,14 +196,14 @@ def _up_tiles_kernel(
             w, x = load(of_w + first, inside[None, :], EVEN), load(of_x + first, inside[:, None], EVEN)
             total = tl.dot(w, x, total, input_precision=PRECISION)
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_I, TOKENS)), (1, 2, 0)))
-        h = _unit(gate, up, NAME, h_ptr.dtype.element_ty)
         at = start + tl.arange(0, BLOCK_I)[:, None]
+        h = _unit(gate, up, b_ptr, expert, at, INNER, NAME, h_ptr.dtype.element_ty)
         tl.store(h_ptr + slots[None, :] * INNER + at, h, mask=exist[None, :] & (at < INNER))
 
 
 @triton.jit(do_not_specialize=["n_slots"])
 def _down_tiles_kernel(
-    out_ptr, h_ptr, w_ptr, experts_ptr, n_slots,
+    out_ptr, h_ptr, w_ptr, b_ptr, experts_ptr, n_slots,
     E: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
@@ -213,6 +223,8 @@ def _down_tiles_kernel(
             inside = k < INNER - first
             w, h = load(of_w + first, inside[None, :], EVEN), load(of_h + first, inside[:, None], EVEN)
             total = tl.dot(w, h, total, input_precision=PRECISION)
+        if b_ptr is not None:
+            total += tl.load(b_ptr + expert.to(tl.int64) * H + tl.minimum(at, H - 1)).to(tl.float32)
         tl.store(out_ptr + slots[None, :] * H + at, total, mask=exist[None, :] & (at < H))
 
 
@@ -261,36 +273,41 @@ def _tiles(tokens: int, top_k: int, count: int, itemsize: int) -> tuple[Tile, Ti
     return Tile(group, 32, 128, 4, 4 if group == 16 else 3), Tile(group, 64, 128, 4, 4 if group == 16 else 3)
 
 
-def decode_takes(x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> bool:
+def decode_takes(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor,
+    gate_up_proj_bias: Tensor | None = None, down_proj_bias: Tensor | None = None,
+) -> bool:  # fmt: skip
     """True if `decode_experts` computes these, whose shapes `moe_experts` has checked."""
     tokens, top_k = experts.shape
-    tensors = x, weights, gate_up_proj, down_proj
+    projections = [t for t in (gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias) if t is not None]
     return (
         not torch.compiler.is_compiling()
         and use_triton(x)
         and 0 < tokens <= MAX_TOKENS
         and 0 < top_k * tokens <= _MAX_SLOTS
         and x.dtype in _DTYPES
-        and x.dtype == gate_up_proj.dtype == down_proj.dtype
+        and all(x.dtype == t.dtype for t in projections)
         and x.stride(1) == 1
-        and all(t.is_contiguous() for t in (weights, experts, gate_up_proj, down_proj))
+        and all(t.is_contiguous() for t in (weights, experts, *projections))
         and gate_up_proj[0].numel() < 2**31  # offsets in one expert are int32
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, *projections)))
     )
 
 
 def decode_experts(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, activation: str
-) -> Tensor:
-    """`moe_experts` of what `decode_takes`: [T, H].
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor,
+    gate_up_proj_bias: Tensor | None = None, down_proj_bias: Tensor | None = None, *, activation: str,
+) -> Tensor:  # fmt: skip
+    """`moe_experts` of what `decode_takes`: [T, H]. activation: as `activation_name` returns it.
 
     The projections must be older than the last launch that does not overlap, see `let_next_start`.
     """
     of_up, of_down = _tiles(x.shape[0], experts.shape[1], down_proj.shape[0], x.itemsize)
-    return _down(_up(x, experts, gate_up_proj, activation, of_up), weights, experts, down_proj, of_down)
+    h = _up(x, experts, gate_up_proj, gate_up_proj_bias, activation, of_up)
+    return _down(h, weights, experts, down_proj, down_proj_bias, of_down)
 
 
-def _up(x: Tensor, experts: Tensor, weight: Tensor, activation: str, tile: Tile) -> Tensor:
+def _up(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None, activation: str, tile: Tile) -> Tensor:
     """h: [slots, I]."""
     (count, inner, hidden), n_slots, top_k = weight.shape, experts.numel(), experts.shape[1]
     inner //= 2
@@ -298,14 +315,14 @@ def _up(x: Tensor, experts: Tensor, weight: Tensor, activation: str, tile: Tile)
     overlap = overlaps_launches(x)
     launch(
         _up_kernel if tile.tokens == 1 else _up_tiles_kernel, (n_slots * cdiv(inner, tile.rows),),
-        h, x, weight, experts, n_slots, x.stride(0), count, top_k, hidden, inner, activation, overlap,
+        h, x, weight, bias, experts, n_slots, x.stride(0), count, top_k, hidden, inner, activation, overlap,
         *_group_of(n_slots, tile), tile.rows, tile.columns,
         num_warps=tile.warps, num_stages=tile.stages, **overlapping(overlap),
     )  # fmt: skip
     return h
 
 
-def _down(h: Tensor, weights: Tensor, experts: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+def _down(h: Tensor, weights: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
     """y: [T, H]."""
     (count, hidden, inner), (tokens, top_k) = weight.shape, experts.shape
     y = h.new_empty(tokens, hidden)
@@ -313,13 +330,13 @@ def _down(h: Tensor, weights: Tensor, experts: Tensor, weight: Tensor, tile: Til
     options = dict(num_warps=tile.warps, num_stages=tile.stages, **overlapping(overlap))
     if tile.tokens == 1:
         launch(
-            _down_kernel, (tokens * cdiv(hidden, tile.rows),), y, h, weight, experts, weights, tokens,
+            _down_kernel, (tokens * cdiv(hidden, tile.rows),), y, h, weight, bias, experts, weights, tokens,
             count, top_k, hidden, inner, overlap, block_k, tile.rows, tile.columns, **options,
         )  # fmt: skip
         return y
     out = torch.empty((tokens * top_k, hidden), dtype=torch.float32, device=h.device)
     launch(
-        _down_tiles_kernel, (tokens * top_k * cdiv(hidden, tile.rows),), out, h, weight, experts, tokens * top_k,
+        _down_tiles_kernel, (tokens * top_k * cdiv(hidden, tile.rows),), out, h, weight, bias, experts, tokens * top_k,
         count, hidden, inner, overlap, *_group_of(tokens * top_k, tile), tile.rows, tile.columns, **options,
     )  # fmt: skip
     block = min(512, next_power_of_2(hidden))

@@ -133,6 +133,31 @@ def _combine_kernel(
     tl.store(y_ptr + tokens * WIDTH + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _sum_kernel(
+    sums_ptr, d_ptr, slots_ptr, offsets_ptr, weights_ptr, N, stride,
+    TOP_K: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """sums[e]: of the rows of expert e. TOP_K: d has a row a token; 0: a row a row."""
+    blocks = tl.cdiv(N, BLOCK_N)
+    expert = tl.program_id(0) // blocks
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = tl.load(offsets_ptr + expert + 1)
+    total = tl.zeros([BLOCK_R, BLOCK_N], ACC)
+    for start in range(tl.load(offsets_ptr + expert), end, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        inside = rows < end
+        slots = tl.load(slots_ptr + rows, mask=inside, other=0)
+        source = slots // TOP_K if TOP_K else rows
+        d = d_ptr + source.to(tl.int64)[:, None] * stride + cols[None, :]
+        d = tl.load(d, mask=inside[:, None] & (cols < N)[None, :], other=0.0).to(ACC)
+        if weights_ptr is not None:
+            d *= tl.load(weights_ptr + slots, mask=inside, other=0.0).to(ACC)[:, None]
+        total += d
+    sums = tl.sum(total, 0).to(sums_ptr.dtype.element_ty)
+    tl.store(sums_ptr + expert.to(tl.int64) * N + cols, sums, mask=cols < N)
+
+
 def _columns(width: int) -> tuple[int, int]:
     """(columns, rows) of a tile of 4096."""
     block = min(2048, next_power_of_2(width))
@@ -188,3 +213,18 @@ def combine(y_RH: Tensor, rows: Tensor, top_k: int, weights_TK: Tensor | None = 
             tl.float64 if y_RH.dtype == torch.float64 else tl.float32, top_k, width, block, tokens, num_warps=8,
         )  # fmt: skip
     return y_TH
+
+
+def sum_by_expert(
+    d: Tensor, order: Order, *, top_k: int = 0, weights_TK: Tensor | None = None, dtype: torch.dtype
+) -> Tensor:
+    """The sums [E, N] over the rows of each expert, weighted by weights [T, K] if there are any; in fp32 (fp64 for
+    fp64), rounded once. d: rows [R, N], or with top_k the tokens [T, N]."""
+    n_experts, width = order.offsets.shape[0] - 1, d.shape[1]
+    d, block = last_dim_contiguous(d), min(64, next_power_of_2(operator.index(width)))
+    sums = torch.empty((n_experts, width), dtype=dtype, device=d.device)
+    launch(
+        _sum_kernel, (n_experts * cdiv(width, block),), sums, d, order.slots, order.offsets, weights_TK, width,
+        d.stride(0), top_k, tl.float64 if d.dtype == torch.float64 else tl.float32, 32, block, num_warps=4,
+    )  # fmt: skip
+    return sums

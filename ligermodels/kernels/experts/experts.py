@@ -45,10 +45,17 @@ from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import Activation, activation, activation_name, unit
 from ligermodels.kernels._recompute import handle_of, may_overwrite, recomputed
-from ligermodels.kernels._triton import next_power_of_2, once_differentiable, tl, triton, use_triton
+from ligermodels.kernels._triton import (
+    last_dim_contiguous,
+    next_power_of_2,
+    once_differentiable,
+    tl,
+    triton,
+    use_triton,
+)
 from ligermodels.kernels.experts._decode import decode_experts, decode_takes
 from ligermodels.kernels.experts._grouped_mm import Low, grouped_mm, grouped_mm_outer, tile_rows
-from ligermodels.kernels.experts._order import Order, combine, sort_by_expert
+from ligermodels.kernels.experts._order import Order, combine, sort_by_expert, sum_by_expert
 from ligermodels.kernels.linear.activation import activate_reference
 from ligermodels.kernels.linear.glu import glu_forward, glu_reference
 from ligermodels.kernels.linear.linear import linears_reference
@@ -105,10 +112,15 @@ def _check_experts(experts: Tensor, count: int) -> None:
 @triton.jit
 def _backward_kernel(
     d_gate_up_ptr, d_weights_ptr, dh_ptr, gate_up_ptr, weights_ptr, slots_ptr,
-    ACC: tl.constexpr, HAS_DH: tl.constexpr, EMIT: tl.constexpr, GATED: tl.constexpr,
-    NAME: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    bias_ptr, dy_ptr, dy_stride, offsets_ptr,
+    ACC: tl.constexpr, HAS_DH: tl.constexpr, EMIT: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One row: d_gate_up and the routing weight's gradient from dh = dy @ down; EMIT: overwrites dh with weight * h."""
+    """One row: d_gate_up and the routing weight's gradient from dh = dy @ down; EMIT: overwrites dh with weight * h.
+
+    bias_ptr: [E, HIDDEN] of down, a part of the expert's output: <dy, bias> is added to the weight's gradient.
+    """
     dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
@@ -136,15 +148,23 @@ def _backward_kernel(
         if EMIT:
             tl.store(dh_ptr + row * WIDTH + cols, (h * weight).to(dtype), mask=mask)
     if HAS_DH:
+        if bias_ptr is not None:
+            e = tl.arange(0, BLOCK_E)
+            expert = tl.sum((tl.load(offsets_ptr + 1 + e, mask=e < E, other=0x7FFFFFFF) <= row).to(tl.int32), 0)
+            dy_ptr += (slot // TOP_K).to(tl.int64) * dy_stride
+            for start in range(0, HIDDEN, BLOCK):
+                cols = start + tl.arange(0, BLOCK)
+                bias = tl.load(bias_ptr + expert.to(tl.int64) * HIDDEN + cols, mask=cols < HIDDEN, other=0.0).to(ACC)
+                dot += bias * tl.load(dy_ptr + cols, mask=cols < HIDDEN, other=0.0).to(ACC)
         tl.store(d_weights_ptr + slot, tl.sum(dot, 0).to(d_weights_ptr.dtype.element_ty))
 
 
 def _unit_backward(
-    dh_RI: Tensor | None, gate_up_RG: Tensor, inner: int, weights_TK: Tensor, slots: Tensor, activation: str,
-    emit: bool, overwrite: bool,
+    dh_RI: Tensor | None, gate_up_RG: Tensor, inner: int, weights_TK: Tensor, order: Order, activation: str,
+    emit: bool, overwrite: bool, dy_TH: Tensor, bias_EH: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """(d_gate_up, over gate_up if `overwrite`; d_weights; weight * h, over dh, if `emit`) from dh."""
-    n_rows = gate_up_RG.shape[0]
+    """(d_gate_up, over gate_up if `overwrite`; d_weights; weight * h, over dh, if `emit`) from dh. bias: of down."""
+    (n_rows, width), (n_experts, hidden) = gate_up_RG.shape, (order.offsets.shape[0] - 1, dy_TH.shape[1])
     d_gate_up_RG = d_weights_TK = None
     h_RI = gate_up_RG.new_empty((n_rows, inner)) if dh_RI is None else dh_RI
     if dh_RI is not None:
@@ -153,10 +173,12 @@ def _unit_backward(
     if n_rows:
         launch(
             _backward_kernel, (n_rows,),
-            d_gate_up_RG, d_weights_TK, h_RI, gate_up_RG, weights_TK, slots,
+            d_gate_up_RG, d_weights_TK, h_RI, gate_up_RG, weights_TK, order.slots,
+            bias_EH, dy_TH, dy_TH.stride(0), order.offsets,
             tl.float64 if gate_up_RG.dtype == torch.float64 else tl.float32, dh_RI is not None, emit,
-            operator.index(gate_up_RG.shape[1]) == 2 * inner, activation, inner, min(1024, next_power_of_2(inner)),
-            num_warps=4,
+            operator.index(width) == 2 * inner, activation, inner, operator.index(weights_TK.shape[1]),
+            operator.index(n_experts), operator.index(hidden),
+            min(1024, next_power_of_2(inner)), next_power_of_2(n_experts), num_warps=4,
         )  # fmt: skip
     return d_gate_up_RG, d_weights_TK, h_RI if emit else None
 
@@ -248,6 +270,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_TH, _=None):
+        dy_TH = last_dim_contiguous(dy_TH)
         weights_TK, *tensors = ctx.saved_tensors
         gate_up_RG, low_Rr, *recompute_args = tensors[12:]
         order, top_k = Order(*tensors[8:12]), weights_TK.shape[1]
@@ -264,14 +287,12 @@ class _Experts(torch.autograd.Function):
         if need_h or need_last[2]:
             dh_RI, d_low_Rr = last.backward(dy_TH, order, top_k, need_x=need_h)
         emit = need_last[0] or need_last[2] or need_last[3]
+        bias_EH = last.bias.contiguous() if need_weights and last.bias is not None else None
         d_gate_up_RG, d_weights_TK, h_RI = _unit_backward(
-            dh_RI, gate_up_RG, last.columns, weights_TK, order.slots, activation, emit, overwrite
+            dh_RI, gate_up_RG, last.columns, weights_TK, order, activation, emit, overwrite, dy_TH, bias_EH
         )
         del gate_up_RG, dh_RI  # under activation checkpointing, the last reference to gate_up
-        if d_weights_TK is not None and last.bias is not None:
-            _add_bias_dots(d_weights_TK, dy_TH, last.bias, order)
-        weights_R1 = weights_TK.view(-1)[order.slots.long(), None].to(dy_TH.dtype) if need_last[1] else None
-        d_last = _gradients(last, need_last, order, (dy_TH, top_k), (h_RI, 0), d_low_Rr, None, weights_R1)
+        d_last = _gradients(last, need_last, order, (dy_TH, top_k), (h_RI, 0), d_low_Rr, None, weights_TK)
         del dy_TH, h_RI, d_low_Rr
         dx_TH: Tensor | None = None
         d_first: list[Tensor | None] = [None] * 4
@@ -281,18 +302,17 @@ class _Experts(torch.autograd.Function):
             del dx_RH
             need_rows = need_first[0] or need_first[2]
             x_TH = recomputed(recompute_x, recompute_args) if need_rows else None
-            ones_R1 = d_gate_up_RG.new_ones((d_gate_up_RG.shape[0], 1)) if need_first[1] else None
             rows = (d_gate_up_RG, 0), (x_TH, top_k)
-            d_first = _gradients(first, need_first, order, *rows, d_low_Rr, low_Rr, ones_R1)
+            d_first = _gradients(first, need_first, order, *rows, d_low_Rr, low_Rr, None)
         return dx_TH, d_weights_TK if need_weights else None, *d_first, *d_last, *[None] * 11
 
 
 def _gradients(
     layer: _Layer, need: tuple[bool, ...], order: Order, d: tuple[Tensor, int], x: tuple[Tensor | None, int],
-    d_low_Rr: Tensor | None, low_Rr: Tensor | None, ones_R1: Tensor | None,
+    d_low_Rr: Tensor | None, low_Rr: Tensor | None, weights_TK: Tensor | None,
 ) -> list[Tensor | None]:  # fmt: skip
     """Those of weight, bias, A and B. d: the gradient of the layer's output, and x its input, each with the top_k of
-    its tokens, or 0 for rows; one of the two are rows. ones: by what the rows of d are multiplied for the bias."""
+    its tokens, or 0 for rows; one of the two are rows. weights: by what the rows of d are multiplied for the bias."""
     grads: list[Tensor | None] = [None] * 4
     if need[0]:  # the one that is gathered is the left factor
         dense = layer.weight.dtype  # type: ignore[union-attr]
@@ -301,7 +321,7 @@ def _gradients(
         else:
             grads[0] = grouped_mm_outer(d[0], x[0], order, top_k=d[1], dtype=dense)  # type: ignore[arg-type]
     if need[1]:
-        grads[1] = grouped_mm_outer(d[0], ones_R1, order, top_k=d[1], dtype=layer.bias.dtype).squeeze(2)  # type: ignore[arg-type,union-attr]
+        grads[1] = sum_by_expert(d[0], order, top_k=d[1], weights_TK=weights_TK, dtype=layer.bias.dtype)  # type: ignore[union-attr]
     if need[2]:
         grads[2] = grouped_mm_outer(x[0], d_low_Rr, order, top_k=x[1], transposed=True, dtype=layer.a.dtype)  # type: ignore[arg-type,union-attr]
     if need[3]:
@@ -310,14 +330,6 @@ def _gradients(
             low_Rr = grouped_mm(x[0], a, order, top_k=x[1], scale=layer.scale)  # type: ignore[arg-type]
         grads[3] = grouped_mm_outer(d[0], low_Rr, order, top_k=d[1], dtype=layer.b.dtype)  # type: ignore[union-attr]
     return grads
-
-
-def _add_bias_dots(d_weights_TK: Tensor, dy_TH: Tensor, bias_EH: Tensor, order: Order) -> None:
-    """Adds <dy, bias> of each token and its expert: the bias is a part of the expert's output."""
-    rows = torch.arange(order.slots.shape[0], device=dy_TH.device, dtype=torch.int32)
-    experts = torch.bucketize(rows, order.offsets[1:], right=True)
-    slots, dots_TE = order.slots.long(), dy_TH @ bias_EH.to(dy_TH.dtype).t()
-    d_weights_TK.view(-1)[slots] += dots_TE[slots // d_weights_TK.shape[1], experts].to(d_weights_TK.dtype)
 
 
 class _Combine(torch.autograd.Function):
@@ -411,9 +423,10 @@ def experts_of(
     x = x.to(autocast_dtype(x) or x.dtype)
     for size in (*down.weight.shape, weights.shape[1]):
         operator.index(size)  # constexprs of the kernels, which Dynamo must take for constants from here on
-    plain = gate_up.is_dense and down.is_dense and gate_up.bias is None and down.bias is None
-    if plain and gated and decode_takes(x, weights, experts, gate_up.weight, down.weight):
-        return decode_experts(x, weights, experts, gate_up.weight, down.weight, activation)
+    if gated and gate_up.is_dense and down.is_dense:
+        tensors = x, weights, experts, gate_up.weight, down.weight, gate_up.bias, down.bias
+        if decode_takes(*tensors):
+            return decode_experts(*tensors, activation=activation)
     if not use_triton(x):
         reference: Any = functools.partial(experts_reference, activation=activation)
         if recompute and torch.is_grad_enabled():

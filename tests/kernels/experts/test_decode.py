@@ -38,7 +38,7 @@ def assert_exact(tensors, activation="silu"):
     exact = moe_experts_reference(
         x.double(), weights, places, *(p[chosen.long()].double() for p in projections), activation=activation
     )
-    actual = decode_experts(*tensors, activation)
+    actual = decode_experts(*tensors, activation=activation)
     assert actual.dtype == x.dtype
     assert_as_exact(actual, eager, exact, terms=x.shape[1])
 
@@ -60,11 +60,11 @@ def test_as_exact_as_eager(device, poison, monkeypatch, tiles, tokens, shape, ac
 def test_an_expert_that_there_is_not_makes_its_token_nan(device, poison, monkeypatch, tiles):
     monkeypatch.setattr(decode_file, "_tiles", lambda *args: tiles)
     x, weights, experts, *projections = inputs_of(6, device=device)
-    expected = decode_experts(x, weights, experts, *projections, "silu")
+    expected = decode_experts(x, weights, experts, *projections, activation="silu")
     for dtype in (torch.int32, torch.int64):
         wrong = experts.to(dtype)
         wrong[1, 0], wrong[3, 1], wrong[4, 0] = -1, 5, torch.iinfo(dtype).max
-        y = decode_experts(x, weights, wrong, *projections, "silu")
+        y = decode_experts(x, weights, wrong, *projections, activation="silu")
         assert y[[1, 3, 4]].isnan().all()
         torch.testing.assert_close(y[[0, 2, 5]], expected[[0, 2, 5]])
 
@@ -103,12 +103,12 @@ def test_released_shapes(device, name, tokens):
     x, experts, (count, top_k) = tensors[0], tensors[2], RELEASED[name][2:]
     assert_exact(tensors)
     with never_waits():
-        decode_experts(*tensors, "silu")
+        decode_experts(*tensors, activation="silu")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = decode_experts(*tensors, "silu")
+        captured = decode_experts(*tensors, activation="silu")
     for _ in range(20):
         experts.copy_(torch.rand(tokens, count, device=device).argsort(1)[:, :top_k])
         x.normal_()
         graph.replay()
-        assert torch.equal(captured, decode_experts(*tensors, "silu"))
+        assert torch.equal(captured, decode_experts(*tensors, activation="silu"))

@@ -95,6 +95,7 @@ OPS: dict[str, Op] = {
     "route": route_op(),
     "route by groups": grouped_route_op(),
     "moe_experts": experts_op(),
+    "moe_experts with biases": experts_op(biased=True),
     "gated_delta_rule": gated_delta_rule_op(),
     "causal_conv": causal_conv_op(),
     "delta_gates": delta_gates_op(),

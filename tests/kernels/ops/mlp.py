@@ -22,6 +22,8 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "sigmoid": torch.sigmoid,
 }
+CLAMPED = kernels.ClampedSwiGLU(1.702, 0.875)
+"""The unit of gpt-oss, with a limit that fp16 and bf16 have exactly, and that many numbers are above."""
 GATED = ["silu", "gelu", "gelu_tanh"]
 PLAIN = ["quick_gelu", "gelu", "gelu_tanh"]
 
@@ -29,7 +31,15 @@ PLAIN = ["quick_gelu", "gelu", "gelu_tanh"]
 def eager_glu(gate_up, up=None, *, activation="silu"):
     """The MLP of transformers, every step in the dtype of its input."""
     gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
-    return ACTIVATIONS[activation](gate) * up
+    return eager_unit(gate, up, activation)
+
+
+def eager_unit(gate, up, activation):
+    """Of gpt-oss: GptOssExperts._apply_gate of transformers."""
+    if not isinstance(activation, kernels.ClampedSwiGLU):
+        return ACTIVATIONS[activation](gate) * up
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * activation.alpha))
 
 
 def eager_activate(x, *, activation):
@@ -38,7 +48,7 @@ def eager_activate(x, *, activation):
 
 def activation_op(call, reference, eager, *, gated: bool, separate: bool = False) -> Op:
     first, parts = ("gate_up", 2) if gated else ("x", 1)
-    names = GATED if gated else PLAIN
+    names = [*GATED, CLAMPED] if gated else PLAIN
 
     def make(m, rows, *, width, values=None, **options):
         values = torch.randn(*m.lead(rows), parts * width, device=m.device) * 3 if values is None else values
@@ -55,6 +65,11 @@ def activation_op(call, reference, eager, *, gated: bool, separate: bool = False
 
         return case
 
+    def at_the_limits(m):
+        """Numbers at a limit pass a gradient; those above one, in fp16, do not."""
+        values = torch.tensor([0.875, -0.875, 0.876, -0.876, 0.874, -0.874])
+        return make(m, 9, width=50, activation=CLAMPED, values=values[torch.randint(6, (9, 100))].to(m.device))
+
     def huge(m):
         m.strided, rows, width = False, 2**18 + 9, 8192
         tensors = {first: m.big(rows, parts * width)}
@@ -68,7 +83,8 @@ def activation_op(call, reference, eager, *, gated: bool, separate: bool = False
         complete={"width": 8, "activation": names[0]},
         row=lambda chosen: parts * chosen["width"],
         more={"activation": [name for name in ACTIVATIONS if name not in names]},
-        edges={
+        edges=({"at the limits": at_the_limits} if gated else {})
+        | {
             f"{what}, {name}": edge(values, name)
             for name in names
             for what, values in {
@@ -124,7 +140,7 @@ def mlp_op(call, reference, eager_activation, *, gated: bool, separate: bool = F
         },
         complete={"width": 8, "inner": 4, "activation": names[0]},
         row=lambda chosen: chosen["width"] + chosen["out"] + 3 * chosen["inner"],
-        more={"bias": ["some"]},
+        more={"bias": ["some"]} | ({"activation": [CLAMPED]} if gated else {}),
         few_rows=(0, 1, 9, 2 * CHUNK + 5),
         edges={
             f"{what}, {name}": edge(scale, name)

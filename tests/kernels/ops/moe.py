@@ -11,7 +11,7 @@ from torch import Tensor
 from ligermodels import kernels
 from ligermodels.kernels._triton import accumulator
 from tests.kernels.cases import Case, Op, Sizes
-from tests.kernels.ops.mlp import ACTIVATIONS, GATED
+from tests.kernels.ops.mlp import CLAMPED, GATED, eager_unit
 
 NORMALIZED = ("made to sum to 1", "of all")
 
@@ -25,13 +25,18 @@ def eager_route(logits, *, top_k, normalize=True, score="softmax", bias=None, ep
     return (weights / (weights.sum(-1, keepdim=True) + eps) if normalize else weights) * scale, experts
 
 
-def eager_moe_experts(x, weights, experts, gate_up_proj, down_proj, *, activation="silu", recompute=False):
-    """MixtralExperts of transformers: expert by expert over its own tokens, the sum in the dtype of the weights."""
+def eager_moe_experts(
+    x, weights, experts, gate_up_proj, down_proj, gate_up_proj_bias=None, down_proj_bias=None, *, activation="silu",
+    recompute=False,
+):  # fmt: skip
+    """MixtralExperts and GptOssExperts of transformers: expert by expert over its own tokens, the sum in the dtype of
+    the weights."""
+    of_first, of_last = ([None] * len(down_proj) if b is None else b for b in (gate_up_proj_bias, down_proj_bias))
     y = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     for expert in range(down_proj.shape[0]):
         tokens, choice = (experts == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[tokens], gate_up_proj[expert]).chunk(2, -1)
-        out = F.linear(ACTIVATIONS[activation](gate) * up, down_proj[expert])
+        gate, up = F.linear(x[tokens], gate_up_proj[expert], of_first[expert]).chunk(2, -1)
+        out = F.linear(eager_unit(gate, up, activation), down_proj[expert], of_last[expert])
         y = y.index_add(0, tokens, out * weights[tokens, choice, None])
     return y.to(x.dtype)
 
@@ -131,7 +136,8 @@ def route_op() -> Op:
 
 
 def experts_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
-    """What one rounding of dh = dy @ down, and sums of fp32 one after the other, cost d_weights = sum(dh * h).
+    """What one rounding of dh = dy @ down, and sums of fp32 one after the other, cost d_weights = sum(dh * h) +
+    sum(dy * bias); and what it costs where a rounded gate or up is clamped, or is not.
 
     A sum of K terms t errs by eps sqrt(K / 24 * sum(t^2)), however little is left of it. Eager's sum(dy * (down @ h))
     is added in parts: H rounded terms, where there may be one dh.
@@ -140,17 +146,37 @@ def experts_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
     experts, dy = case.tensors["experts"], upstream[0].double()
     noise, rounding = torch.zeros_like(t["weights"]), torch.finfo(case.tensors["x"].dtype).eps ** 2 / 12
     activation = case.options.get("activation", "silu")
-    for expert, (gate_up, down) in enumerate(zip(t["gate_up_proj"], t["down_proj"], strict=True)):
+    of_first, of_last = (t.get(f"{name}_proj_bias", torch.zeros(1)) for name in ("gate_up", "down"))
+    biases = of_first.expand(len(t["down_proj"]), -1), of_last.expand(len(t["down_proj"]), -1)
+    for expert, (gate_up, down, b1, b2) in enumerate(zip(t["gate_up_proj"], t["down_proj"], *biases, strict=True)):
         tokens, choice = (experts == expert).nonzero(as_tuple=True)
-        h = kernels.glu_reference(F.linear(t["x"][tokens], gate_up), activation=activation).square()
+        h = kernels.glu_reference(F.linear(t["x"][tokens], gate_up) + b1, activation=activation).square()
         hidden, inner = down.shape
         terms, sums = dy[tokens].square() @ down.square(), (dy[tokens] @ down).square()
         lost = 2.0**-46 / 24 * (hidden * terms + inner * sums) + rounding * sums
-        noise[tokens, choice] = (lost * h).sum(-1).sqrt()
-    return {"d_weights": noise}
+        of_bias = 2.0**-46 / 24 * hidden * (dy[tokens] * b2).square().sum(-1)
+        noise[tokens, choice] = ((lost * h).sum(-1) + of_bias).sqrt()
+    if not isinstance(activation, kernels.ClampedSwiGLU):
+        return {"d_weights": noise}
+    noises = clamping_noise(case, dy, activation)
+    return noises | {"d_weights": torch.maximum(noise, noises["d_weights"])}
 
 
-def experts_op() -> Op:
+def clamping_noise(case: Case, dy: Tensor, clamped: kernels.ClampedSwiGLU) -> dict[str, Tensor]:
+    """How far results in fp64 differ where the limit is off by two roundings either way."""
+    eps, results = torch.finfo(case.tensors["x"].dtype).eps, []
+    for limit in (clamped.limit, clamped.limit * (1 - 2 * eps), clamped.limit * (1 + 2 * eps)):
+        tensors = {n: x.detach().double() if x.is_floating_point() else x for n, x in case.tensors.items()}
+        trained = {n: x.requires_grad_() for n, x in tensors.items() if case.tensors[n].requires_grad}
+        y = kernels.moe_experts_reference(**tensors, activation=kernels.ClampedSwiGLU(clamped.alpha, limit))
+        results.append((y.detach(), *torch.autograd.grad(y, list(trained.values()), dy)))
+    names = ["output 0", *(f"d_{n}" for n in trained)]
+    return {n: torch.maximum((a - x).abs(), (b - x).abs()) for n, x, a, b in zip(names, *results, strict=True)}
+
+
+def experts_op(*, biased: bool = False) -> Op:
+    """biased: also with the unit of gpt-oss."""
+
     def make(m, rows, *, hidden, inner, experts, top_k, logits=None, scale=1.0, **options):
         logits = torch.randn(rows, experts, device=m.device) if logits is None else logits(rows, experts).to(m.device)
         weights, chosen = kernels.route_reference(logits, top_k=top_k)
@@ -161,6 +187,8 @@ def experts_op() -> Op:
             "gate_up_proj": m(experts, 2 * inner, hidden, scale=hidden**-0.5),
             "down_proj": m(experts, hidden, inner, scale=inner**-0.5),
         }
+        if biased:
+            tensors |= {"gate_up_proj_bias": m(experts, 2 * inner), "down_proj_bias": m(experts, hidden)}
         # Squares of products of two normal numbers scatter 9 to 1: a ninth of the elements make up the rms.
         return Case(tensors, options, max(hidden, 2 * inner, 9), 2 * (hidden + 2 * inner) + rows)
 
@@ -172,15 +200,17 @@ def experts_op() -> Op:
         projections = {"gate_up_proj": m(2, 32, hidden, scale=hidden**-0.5), "down_proj": m(2, hidden, 16, scale=0.25)}
         return Case(tensors | projections, {})
 
-    usual = dict(hidden=24, inner=16, experts=5, top_k=2)
-    widths = [1, 8, 33, 64, 96, 136, 256, 512]
+    usual: dict[str, Any] = dict(hidden=24, inner=16, experts=5, top_k=2) | ({"activation": CLAMPED} if biased else {})
+    widths = [1, 8, 33, 64, 90, 96, 136, 256, 512]
+    small = ([1, 90], [1, 90]) if biased else ([1, 20], [1, 8])
     return Op(
         kernels.moe_experts, no_recompute(kernels.moe_experts_reference), eager_moe_experts, make,
         choices={
-            "hidden": Sizes(widths, [1, 20]), "inner": Sizes(widths, [1, 8]),
-            "experts": Sizes([1, 3, 8, 16, 60], [1, 3, 4]), "top_k": [1, 2, 3, 4], "activation": GATED,
+            "hidden": Sizes(widths, small[0]), "inner": Sizes(widths, small[1]),
+            "experts": Sizes([1, 3, 8, 16, 60], [1, 3, 4]), "top_k": [1, 2, 3, 4],
+            "activation": [CLAMPED, CLAMPED, "silu"] if biased else GATED,
         },
-        complete={"hidden": 8, "inner": 4, "experts": 5, "top_k": 2},
+        complete={"hidden": 8, "inner": 4, "experts": 5, "top_k": 2} | ({"activation": CLAMPED} if biased else {}),
         row=lambda chosen: 2**11,
         more={"recompute": [False, True]},
         few_rows=(0, 1, 9),
