@@ -205,10 +205,11 @@ def make_optimizer(options: TrainOptions, model: Any, processes: Processes) -> A
     is_muon = options.optim == "muon"
     matrices = matrices_of(model) if is_muon else []
     by_muon = set(matrices)
-    trained = [p for p in model.parameters() if p.requires_grad and p not in by_muon]
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and p not in by_muon}
+    decayed = {n: p for n, p in trained.items() if p.dim() >= 2 and not n.endswith("bias")}  # experts have [E, N]
     groups: list[dict[str, Any]] = [
-        dict(params=[p for p in trained if p.dim() >= 2], weight_decay=options.weight_decay),
-        dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0),
+        dict(params=[*decayed.values()], weight_decay=options.weight_decay),
+        dict(params=[p for n, p in trained.items() if n not in decayed], weight_decay=0.0),
     ]
     if is_muon:
         groups.append(dict(params=matrices, weight_decay=options.weight_decay, muon=True))

@@ -17,7 +17,7 @@ from ligermodels import arch
 from ligermodels.checkpoint.weights import named_weights, row_parts, whole_tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels.linear.joint import joint as joint_view
-from ligermodels.layers import moe
+from ligermodels.layers import ClampedSwiGLU, moe
 from ligermodels.layers.base import fp32_layers, fp32_names
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, add_mtp, count_expert_loads, offload, update_router_biases
@@ -54,6 +54,7 @@ FAMILIES = {
     ),
     "mixtral_shared": dict(SIZES, model_type="mixtral", num_local_experts=4),
     "mixtral_sigmoid": dict(SIZES, model_type="mixtral", num_local_experts=4),
+    "mixtral_biased": dict(SIZES, model_type="mixtral", num_local_experts=4),
     "phi3": dict(
         SIZES | EIGHT_HEADS, pad_token_id=0, original_max_position_embeddings=12, rope_parameters=dict(
             rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.75, short_factor=[1.0, 1.1, 1.2],
@@ -106,6 +107,7 @@ FAMILIES = {
 MIXTURES = {
     "mixtral_shared": dict(shared_size=16, shared_gate=True),
     "mixtral_sigmoid": dict(score="sigmoid", correction_bias=True, fp32_router=True, scale=2.5, shared_size=16),
+    "mixtral_biased": dict(bias=True, activation=ClampedSwiGLU(1.702, 0.3)),
 }
 """name -> options of `MoE`, which no family of the zoo has."""
 ALIKE = {"mistral": "llama", "gemma": "llama"}
@@ -152,7 +154,7 @@ def make(family, trained="", **changes):
                 # Gemma 3's tower rotates nothing, so that a bias of k changes no score by more than rounding.
                 no_gradient = "vision_tower" in name and name.endswith("k_proj.bias")
                 weight.requires_grad_(trained in name and not no_gradient)
-            if weight.dim() == 1:
+            if weight.dim() == 1 or name.endswith("proj_bias"):
                 weight.add_(torch.randn(weight.shape, generator=draw), alpha=0.2)
     return model
 

@@ -124,6 +124,7 @@ QUICK = [
     gradients("mixtral_fp32", "tp2"),
     gradients("mixtral_shared", "tp2", recompute="block"),
     gradients("mixtral_sigmoid", "fsdp2", recompute="block"),
+    *(gradients("mixtral_biased", split, recompute="block") for split in ("fsdp2", "tp2")),
     *(job("balanced", family="mixtral_sigmoid", split=split) for split in ("fsdp2", "tp2", "cp2")),
     job("stepped", family="llama", split="tp2"),
     job("joint", family="llama_biased", split="tp2"),

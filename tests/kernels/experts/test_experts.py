@@ -1,16 +1,29 @@
 """Frozen experts with adapters and few bits: outputs and gradients of the merged dense experts in fp64."""
 
+import functools
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import ligermodels.kernels.experts.experts as experts_file
 from ligermodels import InputError
-from ligermodels.kernels import dequantize_nf4_reference, moe_experts_reference, quantize_nf4, route
+from ligermodels.kernels import (
+    ClampedSwiGLU,
+    dequantize_nf4_reference,
+    glu,
+    glu_reference,
+    moe_experts_reference,
+    quantize_nf4,
+    route,
+)
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.experts.experts import experts_of, experts_reference
+from ligermodels.kernels.linear.low_bit import LowBitWeight
 from ligermodels.kernels.linear.nf4 import NF4Weight
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand, choose
 from ligermodels.kernels.linear.quantized import QuantizedWeight, dequantize_reference, quantize
+from tests.kernels.seen import saved_by
 
 T, E, H, INNER = 13, 5, 20, 16
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -62,9 +75,11 @@ def test_as_the_merged_experts(device, poison, ranks, bits, recompute, dtype):
 
 
 def of_reference(operands, x, logits, dy, **options):
-    """The output and all gradients, in the order of `leaves_of`, of the reference in fp64."""
+    """The output and all gradients, in the order of `leaves_of`, of the reference in fp64, of dequantised weights."""
 
     def exact(tensor):
+        if isinstance(tensor, LowBitWeight):
+            return tensor.dequantize(torch.float32).double()
         return None if tensor is None else tensor.detach().double().requires_grad_(tensor.requires_grad)
 
     copies = []
@@ -99,27 +114,119 @@ def test_biases_and_experts_without_a_gate(device, poison, gated, recompute):
         assert (one - exact).abs().max() <= 1e-12 * exact.abs().max()
 
 
+CLAMPED = ClampedSwiGLU(1.702, 0.9)
+
+
+@pytest.mark.parametrize("trained", ["adapters", "both", ""])
+@pytest.mark.parametrize(
+    "bits, dtype, recompute",
+    [("dense", torch.float64, False), ("nf4", torch.float32, True), ("int4", torch.float32, False)],
+    ids=str,
+)
+def test_gpt_oss_over_any_operand(device, poison, bits, dtype, trained, recompute):
+    """Biases that are frozen or not, of weights in few bits or not, with adapters or not; half of the elements are
+    clamped. Each gradient that is asked for alone is the same."""
+    operands = []
+    for n, k in ((2 * INNER, H), (H, INNER)):
+        (weight, _, adapter), _ = make(device, dtype, n, k, bits, 3 if trained else 0)
+        bias = torch.randn(E, n, device=device, dtype=dtype).requires_grad_(trained == "both")
+        operands.append(LinearOperand(weight, bias, adapter))
+    x, logits = (torch.randn(T, n, device=device, dtype=dtype, requires_grad=True) for n in (H, E))
+    dy, leaves = torch.randn_like(x), [x, logits, *leaves_of(operands)]
+
+    def run():
+        return experts_of(x, *route(logits, top_k=2), *operands, activation=CLAMPED, recompute=recompute)
+
+    y = run()
+    actual = y, *torch.autograd.grad(y, leaves, dy)
+    for one, exact in zip(actual, of_reference(operands, x, logits, dy, activation=CLAMPED), strict=True):
+        assert (one.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
+    for leaf, gradient in zip(leaves, actual[1:], strict=True):
+        for other in leaves:
+            other.requires_grad_(other is leaf)
+        assert torch.equal(torch.autograd.grad(run(), leaf, dy)[0], gradient)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_biases_are_not_saved_per_row(device, recompute):
+    """Nothing more is saved than without them."""
+    x, logits = (torch.randn(40, n, device=device, requires_grad=True) for n in (H, E))
+    (gate_up, _), (down, _) = (make(device, torch.float32, *s, "dense", 0) for s in ((2 * INNER, H), (H, INNER)))
+    weights, experts = route(logits.detach(), top_k=2)
+    given = [x, weights.requires_grad_(), experts, gate_up.weight.requires_grad_(), down.weight.requires_grad_()]
+
+    def sizes(first, last):
+        operands = gate_up._replace(bias=first), down._replace(bias=last)
+        known = [*given, *(t for t in (first, last) if t is not None)]
+        op = functools.partial(experts_of, *given[:3], *operands, activation=CLAMPED, recompute=recompute)
+        return sorted(tuple(t.shape) for t in saved_by(op, *known)[1])
+
+    biases = [torch.randn(E, n, device=device).requires_grad_() for n in (2 * INNER, H)]
+    assert sizes(*biases) == sizes(None, None)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_checkpointed_with_biases(device, poison, recompute):
+    """The same bits as without activation checkpointing."""
+    operands = []
+    for n, k in ((2 * INNER, H), (H, INNER)):
+        (weight, _, adapter), _ = make(device, torch.float32, n, k, "dense", 3)
+        bias = torch.randn(E, n, device=device).requires_grad_()
+        operands.append(LinearOperand(weight.requires_grad_(), bias, adapter))
+    x, logits = (torch.randn(T, n, device=device, requires_grad=True) for n in (H, E))
+    leaves, dy = [x, logits, *leaves_of(operands)], torch.randn(T, H, device=device)
+
+    def block(x, logits):
+        return experts_of(x, *route(logits, top_k=2), *operands, activation=CLAMPED, recompute=recompute)
+
+    expected = torch.autograd.grad(block(x, logits), leaves, dy)
+    y = checkpoint(block, x, logits, use_reentrant=False)
+    for one, other in zip(torch.autograd.grad(y, leaves, dy), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("clamped", [ClampedSwiGLU(1.702, 7.0), ClampedSwiGLU(1.1, 0.9)], ids=str)
+def test_a_gradient_passes_at_the_limit_and_not_above(device, clamped):
+    """As with torch.clamp, to which the reference leaves it; NaN stays NaN."""
+    limit = clamped.limit
+    at = torch.tensor([-2 * limit, -limit, -0.3, 0.0, 0.4, limit, 2 * limit, -1e30, 1e30], device=device)
+    gate, up = (t.flatten()[None].clone().requires_grad_() for t in torch.meshgrid(at, at, indexing="ij"))
+    dy = torch.randn_like(gate)
+    actual, exact = (
+        torch.autograd.grad(op(gate, up, activation=clamped), [gate, up], dy) for op in (glu, glu_reference)
+    )
+    for one, other in zip(actual, exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert torch.equal(one == 0, other == 0)
+    nan, one = torch.full((1, 1), torch.nan, device=device), torch.ones(1, 1, device=device)
+    assert glu(nan, one, activation=clamped).isnan() and glu(one, nan, activation=clamped).isnan()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rank", [0, 16, 72])
 @pytest.mark.parametrize("tokens", [150, 6000])
-def test_16_bits(dtype, rank, tokens):
+def test_16_bits(dtype, biased, rank, tokens):
     """Widths that bulk copies and CUTLASS take; few rows an expert and many; adapters of one block of ranks and of two.
-    Experts of very different load, one without tokens. The bounds are ten roundings of bf16 and of fp16."""
-    device, hidden, inner = "cuda", 320, 192
+    Experts of very different load, one without tokens. The bounds are ten roundings of bf16 and of fp16. biased: a
+    width that is no multiple of a tile, as gpt-oss' 2880, and its unit, with a limit that is rarely met."""
+    device, hidden, inner = "cuda", 320, 448 if biased else 192
+    activation = ClampedSwiGLU(1.702, 7.0) if biased else "silu"
     operands = []
     for n, k in ((2 * inner, hidden), (hidden, inner)):
         weight = torch.randn(E, n, k, device=device, dtype=dtype) * k**-0.5
         a = (torch.randn(E, rank, k, device=device) * k**-0.5).requires_grad_()
         b = (torch.randn(n, rank, E, device=device).permute(2, 0, 1) * rank**-0.5 if rank else a).requires_grad_()
-        operands.append(LinearOperand(weight.requires_grad_(not rank), None, Adapter(a, b, 1.5) if rank else None))
+        bias = torch.randn(E, n, device=device, dtype=dtype).requires_grad_() if biased else None
+        operands.append(LinearOperand(weight.requires_grad_(not rank), bias, Adapter(a, b, 1.5) if rank else None))
     x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
     logits = torch.randn(tokens, E, device=device) + torch.arange(E, device=device)
     logits = logits.index_fill(1, torch.zeros(1, dtype=torch.long, device=device), -1e4).requires_grad_()
-    y = experts_of(x, *route(logits, top_k=2), *operands)
+    y = experts_of(x, *route(logits, top_k=2), *operands, activation=activation)
     dy = torch.randn_like(y)
     actual = y, *torch.autograd.grad(y, [x, logits, *leaves_of(operands)], dy)
-    for one, exact in zip(actual, of_reference(operands, x, logits, dy, activation="silu"), strict=True):
+    for one, exact in zip(actual, of_reference(operands, x, logits, dy, activation=activation), strict=True):
         assert (one.double() - exact).norm() <= (0.02 if dtype == torch.bfloat16 else 0.003) * exact.norm()
 
 
@@ -142,6 +249,12 @@ def test_what_does_not_fit_is_refused(device):
     for message, arguments in wrong.items():
         with pytest.raises(InputError, match=message):
             experts_of(*arguments)
+    ungated = gate_up.weight[:, :INNER].contiguous()
+    with pytest.raises(InputError, match="multiplies a gate with up, and there is no gate"):
+        experts_of(x, weights, experts, LinearOperand(ungated), down, activation=CLAMPED)
+    for alpha, limit in ((float("nan"), 7.0), (1.702, 0.0), (1.702, float("nan"))):
+        with pytest.raises(InputError, match="a finite number and one above 0"):
+            ClampedSwiGLU(alpha, limit)
 
 
 @pytest.mark.parametrize("bits", ["nf4", "int8", "fp8", "int4"])
@@ -149,6 +262,8 @@ def test_what_does_not_fit_is_refused(device):
 def test_few_rows_dequantise_the_chosen_experts_alone(device, poison, bits, rank, monkeypatch):
     """The same bits as all experts give: two tokens of one expert, and three of the five."""
     operands = [make(device, torch.float32, *shape, bits, rank)[0] for shape in ((2 * INNER, H), (H, INNER))]
+    if rank:
+        operands = [one._replace(bias=torch.randn(one.weight.shape[:2], device=device)) for one in operands]
     x, weights = torch.randn(2, H, device=device), torch.rand(2, 1, device=device)
     kind, sizes = type(operands[0].weight), []
     dequantize = kind.dequantize
