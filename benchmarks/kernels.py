@@ -43,6 +43,7 @@ from tests.kernels import judge
 from tests.kernels.cases import Case, Maker
 from tests.kernels.ops import OPS as TESTED
 from tests.kernels.ops.delta import terms_of
+from tests.kernels.ops.mlp import eager_unit
 
 Call = Callable[..., Any]
 Peers = Callable[[Case], Mapping[str, Call]]
@@ -320,17 +321,21 @@ def moes(case: Case) -> dict[str, Call]:
     def of_liger(x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
         return liger("LigerFusedMoEFunction").apply(x, gate_up_proj, down_proj, experts.int(), weights)
 
-    def of_transformers(x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+    def of_transformers(
+        x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, activation: Any = "silu",
+        **biases: Tensor,
+    ) -> Tensor:  # fmt: skip
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         layer: Any = SimpleNamespace(
-            gate_up_proj=gate_up_proj, down_proj=down_proj, num_experts=len(down_proj), has_gate=True, has_bias=False,
-            is_transposed=False, has_post_expert_norm=False, _is_expert_parallel=False,
+            gate_up_proj=gate_up_proj, down_proj=down_proj, num_experts=len(down_proj), has_gate=True,
+            has_bias=bool(biases), is_transposed=False, has_post_expert_norm=False, _is_expert_parallel=False, **biases,
         )  # fmt: skip
-        layer._apply_gate = lambda gate_up: F.silu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1]
+        layer._apply_gate = lambda gate_up: eager_unit(*gate_up.chunk(2, -1), activation)
         return grouped_mm_experts_forward(layer, x, experts.long(), weights)
 
-    return {"transformers, grouped_mm": of_transformers, "Liger": of_liger}
+    has_biases = "down_proj_bias" in case.tensors  # Liger's has neither biases nor the clamped unit
+    return {"transformers, grouped_mm": of_transformers} | ({} if has_biases else {"Liger": of_liger})
 
 
 DOCUMENTS = (0, 1, 4, 10, 12, 21, 25, 52, 64)
@@ -517,9 +522,18 @@ OPS: dict[str, Op] = {
         flops=lambda rows, hidden, inner, experts, top_k: 18.0 * rows * top_k * hidden * inner,
         largest={"rows": 4096}, forms=("eager",),
     ),
+    "moe_experts_biased": Op(  # gpt-oss-20b
+        "moe_experts with biases",
+        [dict(rows=rows, hidden=2880, inner=2880, experts=32, top_k=4, activation=kernels.ClampedSwiGLU(1.702, 7.0))
+         for rows in (16384, 4096)],
+        [dict(rows=40, hidden=32, inner=48, experts=4, top_k=2, activation=kernels.ClampedSwiGLU(1.702, 7.0))], moes,
+        flops=lambda rows, hidden, inner, top_k, **rest: 18.0 * rows * top_k * hidden * inner,
+        largest={"rows": 4096}, forms=("eager",),
+    ),
 }  # fmt: skip
 """Sizes are Llama's where nothing else is said; those of the gated delta rule are Qwen3.5's, 4B and 9B; those
-of experts are Qwen3-30B-A3B's, Qwen3.5-35B-A3B's, gpt-oss-20b's, and Mixtral's with half its width."""
+of experts are Qwen3-30B-A3B's, Qwen3.5-35B-A3B's, gpt-oss-20b's, and Mixtral's with half its width; moe_experts
+has gpt-oss-20b's without biases and with silu."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

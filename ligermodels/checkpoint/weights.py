@@ -620,12 +620,13 @@ def _shape(param: Tensor, rows: Sequence[int] | None = None) -> tuple[int, ...]:
     """The shape of the whole parameter in a checkpoint. rows: its `row_parts`.
 
     Under ZeRO-3, DeepSpeed leaves an empty tensor in its place. Tensor parallelism stores the gate and up projections
-    of experts, [E, 2 I, H] on disk, as a DTensor [E, 2, I, H], so that each rank has rows of both.
+    of experts, [E, 2 I, H] on disk, as a DTensor [E, 2, I, H], so that each rank has rows of both, and their biases,
+    [E, 2 I], as [E, 2, I].
     """
     shape = tuple(getattr(param, "ds_shape", param.shape))
     if rows is not None and _is_sharded(param):
         return sum(rows), *shape[2:]
-    return (shape[0], 2 * shape[2], shape[3]) if _holds_gate_and_up(param) else shape
+    return (shape[0], 2 * shape[2], *shape[3:]) if _holds_gate_and_up(param) else shape
 
 
 def _wholes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -634,8 +635,11 @@ def _wholes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: _shape(param, rows.get(plain_name(name))) for name, param in named_weights(model)}
 
 
-def _holds_gate_and_up(param: Tensor) -> bool:
-    return _is_sharded(param) and param.ndim == 4 and param.shape[1] == 2
+def _holds_gate_and_up(param: Any) -> bool:
+    """Whether it is a DTensor [E, 2, I, ...], of which tensor parallelism has split dim 2."""
+    if not _is_sharded(param) or param.ndim not in (3, 4) or param.shape[1] != 2:
+        return False
+    return any(getattr(placement, "dim", None) == 2 for placement in param.placements)
 
 
 def _parts(
@@ -679,9 +683,9 @@ def _local_boxes(param: Any, rows: Sequence[int] | None = None) -> Iterator[tupl
     if not _holds_gate_and_up(param):
         yield start, local
         return
-    expert, half, row, column = start
+    expert, half, row, *rest = start
     for k in range(local.shape[1]):
-        yield (expert, (half + k) * param.shape[2] + row, column), local[:, k]
+        yield (expert, (half + k) * param.shape[2] + row, *rest), local[:, k]
 
 
 def _boxes_of_rows(

@@ -1,6 +1,7 @@
 """Sharded models are loaded, drawn and saved as the whole model is, to the bit; each rank reads its own rows alone."""
 
 import errno
+import functools
 import itertools
 import os
 import re
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ligermodels.arch import ARCHS, Phi3, load
+from ligermodels.arch import ARCHS, Phi3, block as blocks, load
 from ligermodels.arch.phi3 import Phi3Block
 from ligermodels.checkpoint import quantization, reading, saving
 from ligermodels.checkpoint.weights import Exported, named_weights, row_parts, same_bits, whole_tensor
@@ -32,7 +33,7 @@ SIZES = dict(
 FAMILIES = {  # each with rows that neither 2 nor 4 ranks share evenly
     "tied": dict(model_type="llama", tie_word_embeddings=True),
     "biases": dict(model_type="qwen2", tie_word_embeddings=False, num_key_value_heads=1),
-    "experts": dict(model_type="mixtral", num_local_experts=3),
+    "experts": dict(model_type="mixtral", num_local_experts=3),  # and with biases in `folder`
     "one-expert": dict(model_type="mixtral", num_local_experts=1, num_experts_per_tok=1),
     "hybrid": dict(model_type="qwen3_5_text", head_dim=8, full_attention_interval=2, linear_num_key_heads=2,
                    linear_num_value_heads=6, linear_key_head_dim=5, linear_value_head_dim=3),
@@ -73,8 +74,8 @@ def write(family, folder):
     if family == "ahead":
         add_mtp(model)
     generator = torch.Generator().manual_seed(4)
-    for _, weight in named_weights(model):
-        if weight.ndim == 1:
+    for name, weight in named_weights(model):
+        if weight.ndim == 1 or name.endswith("proj_bias"):
             weight.data.normal_(1.0, 0.1, generator=generator)
     model.save_pretrained(folder)
     return load(folder).save_pretrained(folder, max_shard_size="20KB")  # with all fields of a config that was read
@@ -129,7 +130,9 @@ def on_two_ranks(folder):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     load_and_save(folder, ["tied", "experts", "toy"], mesh)
     load_and_save(
-        folder, ["hybrid", "packed", "toy"], init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+        folder,
+        ["hybrid", "packed", "toy", "experts"],
+        init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp")),
     )
 
     for dim in ("dp_shard", "tp"):  # with the layer for multi-token prediction, which is made of experts too
@@ -235,6 +238,7 @@ def fail(rank, model, folder):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(Phi3, "block_class", PackedBlock)
+    monkeypatch.setattr(blocks, "MoE", functools.partial(moe.MoE, bias=True))
     monkeypatch.setitem(ARCHS, "toy", toy_family.Toy)
     for family in FAMILIES:
         write(family, tmp_path / family)
