@@ -431,9 +431,9 @@ def register() -> None:
 
     They have transformers' names and are subclasses of its classes. What they cannot do raises as said in this file;
     `unregister` takes it back. These stay transformers': classes that are not in this file, such as those of other
-    families and `QuestionAnswering`; Qwen3-Next, whose rows have another order here; the parts that a model of
-    transformers builds for itself, such as the text model of LLaVA; and a class that is called by its own name, as TRL
-    does for a model given as text.
+    families and `QuestionAnswering`; Qwen3-Next and gpt-oss, whose rows have another order here; the parts that a model
+    of transformers builds for itself, such as the text model of LLaVA; and a class that is called by its own name, as
+    TRL does for a model given as text.
     """
     for auto in (getattr(transformers, name) for name in _REGISTERED):
         if not isinstance(auto._model_mapping, _Registered):

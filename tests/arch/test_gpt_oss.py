@@ -28,7 +28,7 @@ from tests.text import folders
 from tests.text.templates import HARMONY
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=1.0, truncate=False)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=0.25, truncate=False)
 
 
 def tiny(**changes):
@@ -103,7 +103,6 @@ def test_the_released_rope():
     assert not torch.allclose(rounded(torch.tensor([[1]]))[1], sin[:, 1:], rtol=0.01)
 
 
-WORDS = ("a", "bcd", "efg", "hij")
 ADAPTED = "experts.gate_up_proj,experts.down_proj,mlp.router.weight"
 
 
@@ -116,7 +115,7 @@ def test_train_and_chat(tmp_path, capsys, monkeypatch):
     config = dict(vocab_size=tokenizer.vocab_size, initializer_range=0.1, **sizes, **experts)
     ligermodels.GptOss.from_config(config, seed=0, dtype=torch.float32).save_pretrained(folder)
     folders.harmony(folder, HARMONY)
-    thoughts = [{"role": "assistant", "content": word, "thinking": f"the word {word}"} for word in WORDS]
+    thoughts = [{"role": "assistant", "content": word, "thinking": f"the word {word}"} for word in ("bcd", "hij")]
     rows = [{"messages": [{"role": "user", "content": f"Say {said['content']}."}, said]} for said in thoughts]
     data.write_text("\n".join(map(json.dumps, rows)))
     command = ["train", "sft", folder, "--data", data, "--max-length", "256", "--accumulation", "1", "--show", "0",
@@ -137,7 +136,7 @@ def test_train_and_chat(tmp_path, capsys, monkeypatch):
         b = file.get_tensor(f"{block}mlp.experts.base_layer.lora_B.weight")
         assert b.shape == (64, 8) and b.any(1).all()
 
-    run(*command, "--output-dir", tmp_path / "out", "--max-steps", "40")
+    run(*command, "--output-dir", tmp_path / "out", "--max-steps", "60")
     histories, apply = [], Tokenizer.apply_chat_template
 
     def remember(self, messages, **options):
@@ -145,7 +144,7 @@ def test_train_and_chat(tmp_path, capsys, monkeypatch):
         return apply(self, messages, **options)
 
     monkeypatch.setattr(Tokenizer, "apply_chat_template", remember)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Say bcd.\n/reset\nSay hij.\nSay efg.\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Say bcd.\n/reset\nSay hij.\nSay bcd.\n"))
     shown = run("chat", tmp_path / "out" / "model", "--max-new-tokens", 40, "--temperature", 0)
     assert shown.startswith("[analysis] the word bcd\n[final] bcd\n[analysis] the word hij\n[final] hij\n")
-    assert histories[-1] == ["Say hij.", "hij", "Say efg."]
+    assert histories[-1] == ["Say hij.", "hij", "Say bcd."]
