@@ -61,7 +61,7 @@ class TestGptOss(RoutedSuite):
     )  # fmt: skip
     SWITCHED_OFF = dict(
         sliding_window=128, swiglu_limit=0.1, swiglu_alpha=0.5, num_experts_per_tok=1, output_router_logits=False,
-        attention_bias=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )  # fmt: skip
     REAL = {"gpt-oss-20b-BF16": 20_914_757_184, "gpt-oss-120b-BF16": 116_829_156_672}
 
