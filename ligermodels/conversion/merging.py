@@ -35,24 +35,29 @@ _ROWS = 1024
 class _Patch(NamedTuple):
     """A change of one tensor: scale * tensor [out, r] @ lora_a [r, in] is added; without lora_a, tensor replaces it.
 
-    For a tensor of E experts both factors have a first dim, E.
+    For a tensor of E experts both factors have a first dim, E. transposed: the tensor is [E, in, out].
     """
 
     tensor: Tensor
     lora_a: Tensor | None = None
     scale: float = 1.0
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape) if self.lora_a is None else (*self.tensor.shape[:-1], self.lora_a.shape[-1])
+        if self.lora_a is None:
+            return tuple(self.tensor.shape)
+        *experts, rows, columns = *self.tensor.shape[:-1], self.lora_a.shape[-1]
+        return (*experts, columns, rows) if self.transposed else (*experts, rows, columns)
 
     def added_to(self, old: Tensor) -> Tensor:
         """The sum, in the dtype of `old`."""
         assert self.lora_a is not None
         if old.dim() == 2:
             return adapters.merged(old, self.tensor, self.lora_a, self.scale)
-        each = zip(old, self.tensor, self.lora_a, strict=True)
-        return torch.stack([adapters.merged(w, b, a, self.scale) for w, b, a in each])
+        each = zip(old.mT if self.transposed else old, self.tensor, self.lora_a, strict=True)
+        new = torch.stack([adapters.merged(w.contiguous(), b, a, self.scale) for w, b, a in each])
+        return new.mT.contiguous() if self.transposed else new
 
 
 class MergedSource(Source):
@@ -182,9 +187,9 @@ class MergedSource(Source):
             a, b = pair["A"].unflatten(0, (experts, r)), pair["B"].unflatten(1, (r, experts)).permute(2, 0, 1)
             scale = alpha / (math.sqrt(r) if options.get("use_rslora") else r)
             for region in weights.regions(model, model.DISK_NAMES):
-                if region.param == name:
+                if region.param == name:  # the rows of B are in the order of those on disk
                     expert = region.index[:1]  # () for a tensor of all experts
-                    patches[region.source] = _Patch(b[region.index], a[expert], scale)
+                    patches[region.source] = _Patch(b[region.index], a[expert], scale, region.transposed)
         return patches
 
     def _add(self, name: str, patch: _Patch) -> None:
@@ -193,7 +198,7 @@ class MergedSource(Source):
         source = name if is_known else self._aliases.get(name)
         if source is None:
             self._fail(f"the base has no {name}", "the adapter of another model, or of a part that has no weights here")
-        if patch.lora_a is not None and source in self._rearranged:
+        if patch.lora_a is not None and patch.tensor.dim() == 2 and source in self._rearranged:
             self._fail(
                 f"{source} is transposed on disk, or its columns are in another order",
                 "an adapter that was trained on a model in another layout",

@@ -15,6 +15,7 @@ from ligermodels.conversion.layouts import FolderSource
 from ligermodels.conversion.merging import MergedSource
 from ligermodels.conversion.source import View
 from ligermodels.training import adapters_off, add_lora, load_adapter, merge_lora, save_adapter
+from tests.arch.qwen3_vl import qwen3_vl_moe
 from tests.arch.test_qwen3_5_moe import tiny
 from tests.conversion.layouts import same, stored
 from tests.quantized import with_quantized_experts
@@ -224,14 +225,15 @@ def test_what_add_lora_refuses(options, message):
         add_lora(make("mixtral"), **options)
 
 
-STACKED = {"qwen3_5_moe_text": tiny()}
-"""Experts that are one tensor on disk."""
+STACKED = {"qwen3_5_moe_text": tiny(), "qwen3_vl_moe": qwen3_vl_moe(), "gpt_oss": {}}
+"""Experts that are one tensor on disk; of the last two it is transposed, and of the last has gate and up in turn."""
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", *STACKED])
 @NAMED
 def test_convert_merges_what_merge_lora_merges(tmp_path, family, names):
     """To the bit."""
+    names = [name.replace("mlp.gate", "mlp.router") for name in names] if family == "gpt_oss" else names
     model = adapted(family, targets=["q_proj"], target_parameters=names, rslora=True, sizes=STACKED.get(family))
     save_adapter(model, tmp_path / "adapter")
     make(family, **STACKED.get(family, {})).save_pretrained(tmp_path / "base")
