@@ -142,10 +142,11 @@ class Pretrained(nn.Module):
         device_map: a device, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the model is
             read into host memory, and accelerate distributes it within `max_memory`. Modules on "disk" stay in the
             checkpoint's files, and each forward reads them; `offload_folder` is not needed, and ignored.
-        quantization_config: "nf4" quantises linear modules and experts to 4 bits, frozen, for LoRA; "int8", "fp8" and
-            "int4" are for inference; a config of bitsandbytes or torchao selects that library. See
-            `quantization.quantizer_of`. Modules are quantised as they are read; with bitsandbytes the default device is
-            the GPU.
+        quantization_config: "nf4" quantises linear modules and experts to 4 bits, frozen, for LoRA, "mxfp4" experts
+            alone; "int8", "fp8" and "int4" are for inference; a config of bitsandbytes or torchao selects that library.
+            See `quantization.quantizer_of`. Modules are quantised as they are read; with bitsandbytes the default
+            device is the GPU. A quantised checkpoint stays so; one in MXFP4 (gpt-oss) is dequantised with
+            {"quant_method": "mxfp4", "dequantize": True} or transformers' Mxfp4Config(dequantize=True).
         allow_pickle: reads pytorch_model.bin where there are no safetensors. activation_checkpointing: as in
             `from_config`.
         mtp_loss_weight: reads the layer for multi-token prediction too, as `training.load_mtp` does, with this weight
@@ -174,6 +175,7 @@ class Pretrained(nn.Module):
             if mesh is not None and quantizer is not None:
                 raise InputError("mesh= shards plain weights, and these are quantised: leave mesh out, or quantization")
             opened = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
+            opened = quantization.reader_of(saved_with, opened, place)
             if mtp_loss_weight is not None and quantizer is not None:
                 raise InputError("mtp_loss_weight= reads plain weights, and these are quantised: use training.load_mtp")
             model = cls._on_meta(model_config, dtype, activation_checkpointing, mtp_loss_weight)

@@ -16,23 +16,32 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ligermodels.checkpoint import weights
-from ligermodels.checkpoint.quantizers import NF4, BitsAndBytes, Parts, Quantizer, TorchAO, WeightOnly, is_of_torchao
+from ligermodels.checkpoint import mxfp4, weights
+from ligermodels.checkpoint.quantizers import (
+    MXFP4,
+    NF4,
+    BitsAndBytes,
+    Parts,
+    Quantizer,
+    TorchAO,
+    WeightOnly,
+    is_of_torchao,
+)
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers.base import Layer
 from ligermodels.layers.quantized import QuantizedLinear
 
-OURS = ("nf4", "int8", "fp8", "int4")
-METHODS: dict[str, Any] = {"bitsandbytes": BitsAndBytes, "torchao": TorchAO}
+OURS = ("nf4", "mxfp4", "int8", "fp8", "int4")
+METHODS: dict[str, Any] = {"bitsandbytes": BitsAndBytes, "torchao": TorchAO, "mxfp4": MXFP4}
 """{quant_method of config.json: its quantiser}."""
 
 
 def quantizer_of(config: Any) -> Quantizer:
     """The quantiser for a `quantization_config`.
 
-    config: a name of OURS (`NF4` or `WeightOnly` with their defaults); a BitsAndBytesConfig or TorchAoConfig of
-        transformers; a config of torchao; or a dict: {"quant_method": ..., fields}, as in config.json, where fields of
-        BitsAndBytesConfig need no quant_method.
+    config: a name of OURS (`NF4`, `MXFP4` or `WeightOnly` with their defaults); a BitsAndBytesConfig, TorchAoConfig or
+        Mxfp4Config of transformers; a config of torchao; or a dict: {"quant_method": ..., fields}, as in config.json,
+        where fields of BitsAndBytesConfig need no quant_method.
     Raises InputError for other methods, unknown fields, settings that are not supported, and a missing library.
     """
     config = getattr(config, "quantization_config", config)  # of an hf_quantizer of transformers
@@ -45,14 +54,16 @@ def quantizer_of(config: Any) -> Quantizer:
     values = {key: value for key, value in read.items() if not key.startswith("_")}
     method = values.pop("quant_method", "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & values.keys() else None)
     method = getattr(method, "value", method)  # an enum in transformers
-    methods = METHODS | dict.fromkeys(OURS, WeightOnly) | {"nf4": NF4}
+    if getattr(config, "dequantize", False):  # to_dict of Mxfp4Config leaves it out
+        values["dequantize"] = True
+    methods = dict.fromkeys(OURS, WeightOnly) | METHODS | {"nf4": NF4}
     if method not in methods:
         described = (
             repr(config) if isinstance(config, str) else f"a {type(config).__name__} with quant_method {method!r}"
         )
         raise InputError(
             f"quantization_config is {described}; supported: {', '.join(map(repr, OURS))}, BitsAndBytesConfig, "
-            "TorchAoConfig, a dict of their fields, or a config object of torchao"
+            "TorchAoConfig, Mxfp4Config, a dict of their fields, or a config object of torchao"
         )
     known = [field.name for field in dataclasses.fields(methods[method])]
     if unknown := values.keys() - set(known):
@@ -80,15 +91,29 @@ def split(values: Any, asked: Any = None) -> tuple[Any, Quantizer | None]:
 
 
 def choose(asked: Any, saved: Quantizer | None) -> Quantizer | None:
-    """The quantiser of a load: the checkpoint's own if it is quantised, else the one that the call asks for."""
-    if saved is None or asked is None:
-        return saved if asked is None else quantizer_of(asked)
-    if asked == "nf4" == saved.quant_method:  # there are no settings that could differ
+    """The quantiser of a load: the checkpoint's own if it is quantised, else the one that the call asks for.
+
+    None: nothing is quantised, also where the call asks for a checkpoint in MXFP4 to be dequantised.
+    """
+    if asked is None:
         return saved
-    if type(quantizer_of(asked)) is not type(saved):
+    if saved is not None and asked == saved.quant_method and asked in OURS:  # there are no settings that could differ
+        return saved
+    wanted = quantizer_of(asked)
+    if saved is not None and type(wanted) is not type(saved):
         raise InputError(f"the checkpoint is quantised by {saved.quant_method} already; leave quantization_config out")
+    if saved is None or getattr(wanted, "dequantize", False):
+        return None if getattr(wanted, "dequantize", False) else wanted
     warnings.warn("the checkpoint is quantised: its own settings are used, not quantization_config", stacklevel=3)
     return saved
+
+
+def reader_of(saved: Quantizer | None, reader: Any, device: torch.device | None) -> Any:
+    """The reader of a checkpoint that is quantised with `saved`; one in MXFP4 also reads it dequantised, on `device`.
+
+    Raises CheckpointError for a file whose weights in MXFP4 do not fit.
+    """
+    return mxfp4.MXFP4Reader(reader, device) if isinstance(saved, MXFP4) else reader
 
 
 def sizes(model: nn.Module, quantizer: Quantizer | None) -> dict[str, Any]:
@@ -102,6 +127,8 @@ def sizes(model: nn.Module, quantizer: Quantizer | None) -> dict[str, Any]:
 
 def linears(model: nn.Module, quantizer: Quantizer) -> dict[str, nn.Linear]:
     """{name: module} of the linear modules to quantise."""
+    if not quantizer.quantizes_linears:
+        return {}
     return {
         name: module
         for name, module in model.named_modules()
@@ -194,13 +221,34 @@ def load(
     names = names.found(model, reader.headers)
     chosen: dict[str, nn.Linear | Stacked] = {**linears(model, quantizer), **experts(model, quantizer)}
     boxes = weights.regions(model, names.table)
-    if from_quantized:
+    stacks: dict[str, weights.Region] = {}
+    if isinstance(reader, mxfp4.MXFP4Reader):
+        if not reader.packed:
+            raise CheckpointError(
+                f"{reader.source}: its config.json says that it is in MXFP4, and no tensor is: remove "
+                "quantization_config there"
+            )
+        weights.check(model, names, reader.headers, reader.source)
+        stacks = mxfp4.stacks(boxes, reader.packed, reader.source)
+        if plain := stacks.keys() - chosen.keys():
+            raise CheckpointError(
+                f"{reader.source}: {min(plain)} is quantised, and this quantisation leaves it as it is"
+            )
+        chosen = {name: chosen[name] for name in stacks}
+        taken = {box.source for box in stacks.values()}
+        _check_experts(model, quantizer, chosen, reader.source)
+    elif from_quantized:
         saved = _saved_parts(boxes, chosen, reader)
         chosen = {name: chosen[name] for name in saved}
         taken = {source for modules in saved.values() for parts in modules for source in parts.values()}
         _check_experts(model, quantizer, chosen, reader.source)
     else:
         _check_experts(model, quantizer, chosen, None)
+        if not chosen and not quantizer.quantizes_linears:
+            raise InputError(
+                f"quantization_config of {quantizer.quant_method} quantises experts alone, and {type(model).__name__} "
+                "has none to quantise. Next: quantization_config='nf4' quantises linear modules"
+            )
         weights.check(model, names, reader.headers, reader.source)
         taken = {box.source for box in boxes if chosen.keys() & {box.param, box.param.rpartition(".")[0]}}
         ours = weights.Renamed(model, reader, names.table, {})
@@ -215,7 +263,9 @@ def load(
     for name, target in tqdm(chosen.items(), "Quantised weights", disable=None if progress else True):
         place = device if devices is None else devices[name]
         linear = target.matrix if isinstance(target, Stacked) else target
-        if from_quantized:
+        if stacks and isinstance(target, Stacked):
+            replacements: list[Any] = [mxfp4.restored(reader, stacks[name], place, target.dtype)]
+        elif from_quantized:
             read = ({part: reader.read(source).to(place, copy=True) for part, source in m.items()} for m in saved[name])
             replacements = [_restored(quantizer, linear, parts, name, reader) for parts in read]
         else:
@@ -223,7 +273,7 @@ def load(
             replacements = [_converted(quantizer, linear, values, place, name, reader) for values in matrices]
         if isinstance(target, Stacked):
             try:
-                target.experts.set_quantized(target.weight, replacements)  # type: ignore[arg-type]
+                target.experts.set_quantized(target.weight, replacements)
             except InputError as error:
                 raise InputError(f'{name}: {error}; or leave it as it is: skip_modules=["experts"]') from error
         else:
@@ -269,15 +319,28 @@ def export(
     targets: dict[str, nn.Linear | Stacked] = {**linears(shapes, quantizer), **experts(shapes, quantizer)}
     chosen = {name: module for name in targets if quantizer.is_quantized(module := _at(model, name))}
     places: dict[str, list[str]] = {}
-    for box in weights.regions(shapes, names.table):
-        if chosen.keys() & {box.param, box.param.rpartition(".")[0]}:
+    boxes = weights.regions(shapes, names.table)
+    stacks: dict[str, weights.Region] = {}
+    if isinstance(quantizer, MXFP4):
+        stacks = mxfp4.stacks(boxes, [box.source for box in boxes if box.param in chosen], "the model")
+    for box in boxes:
+        if chosen.keys() & {box.param, box.param.rpartition(".")[0]} and box.param not in stacks:
             _check_order(box, "the model")
         places.setdefault(box.param.removesuffix(".weight"), []).append(box.source)
     state = {name: tensor for name, tensor in weights.named_weights(model) if name.rpartition(".")[0] not in chosen}
     metadata = {"format": "pt"}
     quantized: dict[str, Any] = {}
+    rearranged: dict[str, weights.Region] = {}
     for name, module in chosen.items():
         target = targets[name]
+        if isinstance(target, Stacked):
+            _check_whole(name, module)
+        if isinstance(target, Stacked) and name in stacks:
+            experts_of = len(getattr(target.experts, target.weight))
+            delattr(target.experts, target.weight)
+            tensors_of, regions_of = mxfp4.exported(module, experts_of, stacks[name])
+            quantized, rearranged = quantized | tensors_of, rearranged | regions_of
+            continue
         if isinstance(target, Stacked):
             modules = _split(name, module, target, places[name])
             delattr(target.experts, target.weight)
@@ -292,7 +355,7 @@ def export(
         metadata |= {name: json.dumps({"_type": "Tensor"}) for name in state}
         metadata["tensor_names"] = json.dumps([name for name in metadata if name != "format"])
     tensors = weights.export(shapes, names, state)
-    tensors.add(quantized)
+    tensors.add(quantized, rearranged)
     return tensors, metadata
 
 
@@ -304,14 +367,18 @@ def _at(model: nn.Module, name: str) -> Any:
 
 def _split(name: str, module: Any, target: Stacked, sources: Sequence[str]) -> list[nn.Module]:
     """The quantised matrices of a stacked weight as modules. Raises CheckpointError."""
-    if any(hasattr(tensor, "full_tensor") for tensor in module.parameters()):
-        raise CheckpointError(f"{name} is quantised and sharded: save the adapters, or the model before parallelize")
     if len(sources) != target.parts or not all(source.endswith(".weight") for source in sources):
         raise CheckpointError(
             f"{name} is one tensor on disk, {sources[0]}, for which there is no quantised format: load the model with "
             'skip_modules=["experts"]'
         )
     return [QuantizedLinear(operand) for operand in module.operand.split(target.parts)]
+
+
+def _check_whole(name: str, module: Any) -> None:
+    """Raises CheckpointError for a quantised stacked weight that is sharded."""
+    if any(hasattr(tensor, "full_tensor") for tensor in module.parameters()):
+        raise CheckpointError(f"{name} is quantised and sharded: save the adapters, or the model before parallelize")
 
 
 def _check_order(box: weights.Region, where: str) -> None:

@@ -1,11 +1,11 @@
-"""The quantisers of linear modules: bitsandbytes, torchao, and ours, NF4 and WeightOnly.
+"""The quantisers of linear modules and experts: bitsandbytes, torchao, and ours, NF4, MXFP4 and WeightOnly.
 
     model = ligermodels.load("meta-llama/Llama-3.1-8B", quantization_config="nf4", device="cuda")
 
 A quantiser replaces `nn.Linear` modules or, with torchao, their weights, as they are read from a checkpoint. Those of
 libraries write the config.json and tensors that transformers writes for the same settings, so that either loads what
-the other saved; NF4 reads and writes those of bitsandbytes. Libraries are imported on demand. Trainers read a quantiser
-as `hf_quantizer` and as `quantization_config`.
+the other saved; NF4 reads and writes those of bitsandbytes, MXFP4 those of the released gpt-oss. Libraries are imported
+on demand. Trainers read a quantiser as `hf_quantizer` and as `quantization_config`.
 """
 
 import dataclasses
@@ -40,6 +40,8 @@ class Quantizer:
     is_qat_trainable: ClassVar[bool] = False
     flags: Mapping[str, bool] = {}
     """Attributes by which other tools recognise such a model."""
+    quantizes_linears: ClassVar[bool] = True
+    """Whether it quantises linear modules."""
     quantizes_experts: ClassVar[bool] = False
     """Whether it quantises stacked experts as well, each matrix by itself."""
     skip_field: ClassVar[str] = "skip_modules"
@@ -356,6 +358,36 @@ class NF4(Quantizer):
             "bnb_4bit_compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             "bnb_4bit_quant_storage": "uint8",
         }
+
+
+@dataclass(kw_only=True)
+class MXFP4(Quantizer):
+    """The settings of transformers' Mxfp4Config: experts in 4.25 bits per weight, to train adapters on.
+
+    Nothing else is quantised. checkpoint/mxfp4.py reads and writes them.
+    modules_to_not_convert: names of experts to leave as they are. dequantize: a checkpoint in MXFP4 is read as bf16.
+    """
+
+    quant_method = "mxfp4"
+    quantizes_linears = False
+    quantizes_experts = True
+    skip_field = "modules_to_not_convert"
+
+    modules_to_not_convert: list[str] | None = None
+    dequantize: bool = False
+
+    @property
+    def element(self) -> Any:
+        return importlib.import_module("accelerate.utils").CustomDtype.INT4
+
+    def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
+        return QuantizedLinear.from_weight(weight.to(device), bias, kind="mxfp4")
+
+    def is_quantized(self, module: nn.Module) -> bool:
+        return type(module) is QuantizedLinear and module.kind == "mxfp4"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"modules_to_not_convert": self.modules_to_not_convert, "quant_method": self.quant_method}
 
 
 @dataclass(kw_only=True)

@@ -521,10 +521,16 @@ class Exported:
             self.headers[name] = TensorInfo(x.dtype, region.shape(_shape(x, self._rows.get(name))))
         self._gathered: tuple[Any, Tensor] | None = None
 
-    def add(self, boxes: Mapping[str, tuple[Tensor, tuple[int | slice, ...]]]) -> None:
-        """Adds tensors that are none of the model's weights."""
-        self.boxes = {**self.boxes, **boxes}
-        self.headers |= {name: TensorInfo(x.dtype, _box_shape(_shape(x), index)) for name, (x, index) in boxes.items()}
+    def add(
+        self,
+        boxes: Mapping[str, tuple[Tensor, tuple[int | slice, ...]]],
+        rearranged: Mapping[str, Region] | None = None,
+    ) -> None:
+        """Adds tensors that are none of the model's weights. rearranged: regions that are in another order on disk."""
+        self.boxes, self._rearranged = {**self.boxes, **boxes}, {**self._rearranged, **(rearranged or {})}
+        for name, (x, index) in boxes.items():
+            region = self._rearranged.get(name, Region(name, index, name))
+            self.headers[name] = TensorInfo(x.dtype, region.shape(_shape(x)))
 
     def read(self, name: str) -> Tensor:
         tensor: Any
@@ -755,6 +761,7 @@ def _warn_of_nan(extremes: Mapping[str, list[Tensor]], where: str) -> None:
 
 _SIGNS = (
     (r"\.(qweight|qzeros|scales|g_idx)$", "a GPTQ or AWQ checkpoint; use what it was quantised from."),
+    (r"_(blocks|scales)$", "MXFP4; its config.json lacks the quantization_config that says so."),
     (r"\.(absmax|quant_map|SCB)$", "a bitsandbytes checkpoint; use what it was quantised from."),
     (r"weight_(scale|scale_inv|packed)$", "an FP8 or compressed checkpoint; use what it was made from."),
     (r"\.lora_[AB]\.|\.base_layer\.", "an adapter, not a whole model; merge it into its base model first."),

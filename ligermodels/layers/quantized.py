@@ -1,4 +1,5 @@
-"""Frozen linear layers with weights of 4 or 8 bits: "nf4" for QLoRA; "int8", "fp8" and "int4" for inference."""
+"""Frozen linear layers with weights of 4 or 8 bits: "nf4" and "mxfp4", over which adapters train; "int8", "fp8" and
+"int4" for inference."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -9,6 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.low_bit import LowBitWeight
+from ligermodels.kernels.linear.mxfp4 import quantize_mxfp4
 from ligermodels.kernels.linear.nf4 import quantize_nf4
 from ligermodels.kernels.linear.operand import LinearOperand
 from ligermodels.kernels.linear.quantized import quantize
@@ -50,10 +52,11 @@ class QuantizedLinear(nn.Module):
     def from_weight(cls, weight: Tensor, bias: Tensor | None = None, *, kind: str, **options: Any) -> Self:
         """Quantises a frozen weight [N, K], with a bias [N], in bf16, fp16 or fp32, on their device.
 
-        kind: "nf4" (options: as of `quantize_nf4`), "int8", "fp8" or "int4". Raises InputError for a weight that
-        requires a gradient, has NaN or infinity, or another shape or dtype.
+        kind: "nf4" (options: as of `quantize_nf4`), "mxfp4", "int8", "fp8" or "int4". Raises InputError for a weight
+        that requires a gradient, has NaN or infinity, or another shape or dtype.
         """
-        return cls(quantize_nf4(weight, **options) if kind == "nf4" else quantize(weight, kind), bias)
+        quantizers: dict[str, Callable[..., LowBitWeight]] = {"nf4": quantize_nf4, "mxfp4": quantize_mxfp4}
+        return cls(quantizers[kind](weight, **options) if kind in quantizers else quantize(weight, kind), bias)
 
     @property
     def operand(self) -> LowBitWeight:

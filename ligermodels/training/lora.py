@@ -367,7 +367,7 @@ def _adapted(model: Any, where: str) -> dict[str, Adapted]:
 
 
 def _check_free(model: Any, where: str) -> None:
-    if kinds := {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)} - {"nf4"}:
+    if kinds := {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)} - {"nf4", "mxfp4"}:
         raise InputError(
             f"{where}: the weights are {min(kinds)}, which is for inference: load the base in bf16, or with "
             'quantization_config="nf4", to train adapters over it'
