@@ -10,7 +10,7 @@ order of rows in the table (gpt-oss has gate and up in turn) applies to both ten
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -22,37 +22,61 @@ from ligermodels.kernels.linear.mxfp4 import BLOCK, MXFP4Weight
 from ligermodels.layers.quantized import QuantizedLinear
 
 
+def is_mxfp4(config: Any) -> bool:
+    """Whether the contents of a config.json say that the checkpoint is in MXFP4."""
+    saved = config.get("quantization_config") if isinstance(config, Mapping) else None
+    return isinstance(saved, Mapping) and saved.get("quant_method") == "mxfp4"
+
+
+def dequantized_config(config: Any) -> Any:
+    """The contents of a config.json, of a checkpoint in MXFP4 those of a dequantised one."""
+    return {k: v for k, v in config.items() if k != "quantization_config"} if is_mxfp4(config) else config
+
+
+def dequantized_headers(
+    headers: Mapping[str, TensorInfo], where: str
+) -> tuple[dict[str, TensorInfo], dict[str, tuple[str, str]]]:
+    """(the headers with weights in 4 bits as [E, K, N] in bf16, {name of such a weight: names of blocks and scales}).
+
+    Raises CheckpointError for blocks and scales that do not fit.
+    """
+    shown: dict[str, TensorInfo] = {}
+    packed: dict[str, tuple[str, str]] = {}
+    for name, info in headers.items():
+        weight, _, part = name.rpartition("_")
+        if part not in ("blocks", "scales") or info.dtype != torch.uint8:
+            shown[name] = info
+        elif weight not in packed:
+            packed[weight] = f"{weight}_blocks", f"{weight}_scales"
+            blocks, scales = map(headers.get, packed[weight])
+            shown[weight] = _dequantized(weight, blocks, scales, where)
+    return shown, packed
+
+
+def _dequantized(name: str, blocks: TensorInfo | None, scales: TensorInfo | None, where: str) -> TensorInfo:
+    shapes = [() if info is None or info.dtype != torch.uint8 else info.shape for info in (blocks, scales)]
+    if len(shapes[1]) != 3 or shapes[0] != (*shapes[1], BLOCK // 2):
+        parts = ("missing" if info is None else f"{info.dtype} {list(info.shape)}" for info in (blocks, scales))
+        raise CheckpointError(
+            f"{where}: {name}_blocks is {next(parts)}, {name}_scales {next(parts)}; expected uint8 [E, N, K / {BLOCK}, "
+            f"{BLOCK // 2}] and [E, N, K / {BLOCK}] of MXFP4"
+        )
+    experts, rows, groups = shapes[1]
+    return TensorInfo(torch.bfloat16, (experts, groups * BLOCK, rows))
+
+
 class MXFP4Reader:
     """A `weights.Reader` of another one, with its weights in 4 bits as [E, K, N] in bf16, which is exact.
 
-    packed: {name: (name of its blocks, of its scales)}. device: where they are dequantised.
+    packed: {name: (name of its blocks, of its scales)}. types: {name: "MXFP4"}. device: where they are dequantised.
     Raises CheckpointError for blocks and scales that do not fit.
     """
 
     def __init__(self, reader: Any, device: torch.device | None = None):
         self._reader, self._device = reader, device or torch.device("cpu")
-        self.source, self.metadata, self.is_mapped = reader.source, reader.metadata, reader.is_mapped
-        self.packed: dict[str, tuple[str, str]] = {}
-        self.headers: dict[str, TensorInfo] = {}
-        for name, info in reader.headers.items():
-            weight, _, part = name.rpartition("_")
-            if part not in ("blocks", "scales") or info.dtype != torch.uint8:
-                self.headers[name] = info
-            elif weight not in self.packed:
-                self.packed[weight] = f"{weight}_blocks", f"{weight}_scales"
-                self.headers[weight] = self._header(weight)
-
-    def _header(self, name: str) -> TensorInfo:
-        found = [self._reader.headers.get(part, TensorInfo(torch.uint8, ())) for part in self.packed[name]]
-        (*lead, size), scales = found[0].shape or (0,), found[1].shape
-        if tuple(lead) != scales or len(scales) != 3 or size != BLOCK // 2 or found[0].dtype != found[1].dtype:
-            blocks, scales = (f"{info.dtype} {list(info.shape)}" if info.shape else "missing" for info in found)
-            raise CheckpointError(
-                f"{self.source}: {name}_blocks is {blocks}, {name}_scales {scales}; expected uint8 [E, N, K / {BLOCK}, "
-                f"{BLOCK // 2}] and [E, N, K / {BLOCK}] of MXFP4"
-            )
-        experts, rows, groups = scales
-        return TensorInfo(torch.bfloat16, (experts, groups * BLOCK, rows))
+        self.source, self.is_mapped = reader.source, reader.is_mapped
+        self.headers, self.packed = dequantized_headers(reader.headers, reader.source)
+        self.types = dict.fromkeys(self.packed, "MXFP4")
 
     def weight(self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> MXFP4Weight:
         """The weight [E, N, K] in 4 bits, in memory on the device. dtype: that it stands for. Raises CheckpointError

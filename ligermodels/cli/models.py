@@ -44,7 +44,8 @@ def model_options() -> argparse.ArgumentParser:
         metavar="DTYPE",
         help="float32, bf16, ...; auto: as in config.json (auto)",
     )
-    option("--quantize", choices=("int8", "fp8", "int4", "nf4"), help="quantise the linear layers' weights")
+    kinds = ("int8", "fp8", "int4", "nf4", "mxfp4")
+    option("--quantize", choices=kinds, help="quantise the weights of linear layers and experts; mxfp4: of experts")
     option("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8 halves the memory of the KV cache")
     option("--device", metavar="NAME", help="cpu, cuda, cuda:1, ... (cuda if there is one)")
     return parser

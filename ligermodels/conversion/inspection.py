@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ligermodels.checkpoint import hub, reading
+from ligermodels.checkpoint import hub, mxfp4, reading
 from ligermodels.checkpoint.adapters import CONFIG, FACTOR, PREFIX, WEIGHTS, read_options, read_tensors
 from ligermodels.checkpoint.files import VOCABULARIES, read_json
 from ligermodels.checkpoint.weights import TensorInfo
@@ -208,7 +208,8 @@ class _Remote(Source):
 
         self.folder = hub.resolve(repo, revision=revision, weights=False)
         self.source = repo
-        self.config = read_json(self.folder / "config.json")
+        config = read_json(self.folder / "config.json")
+        self.config = mxfp4.dequantized_config(config)
         try:
             shards = HfApi().get_safetensors_metadata(repo, revision=self.folder.name).files_metadata
         except Exception as error:
@@ -218,11 +219,13 @@ class _Remote(Source):
                 f"{repo}: the headers of its weight files could not be read ({type(error).__name__}).\n"
                 "  Likely: it has no model.safetensors, or the network failed; try again, or `hf download` it first."
             ) from error
-        self.headers = {
+        headers = {
             name: TensorInfo(reading.DTYPES.get(info.dtype, torch.uint8), tuple(info.shape))
             for shard in shards.values()
             for name, info in shard.tensors.items()
         }
+        self.headers, packed = mxfp4.dequantized_headers(headers, repo) if mxfp4.is_mxfp4(config) else (headers, {})
+        self.types = dict.fromkeys(packed, "MXFP4")
         ends = {name: max(info.data_offsets[1] for info in shard.tensors.values()) for name, shard in shards.items()}
         self.sizes = dict(sorted(ends.items()))
 

@@ -2,11 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from ligermodels.checkpoint import reading
+from ligermodels.checkpoint import mxfp4, reading
 from ligermodels.checkpoint.adapters import CONFIG
 from ligermodels.checkpoint.files import (
     GGUF,
@@ -109,6 +109,7 @@ class FolderSource(Source):
     """A folder with config.json and safetensors or pickles, or the folder that `gguf.reader` makes of a GGUF file.
 
     config_folder: has config.json and the tokenizer, if `folder` has a trainer's state dict alone.
+    A checkpoint in MXFP4 is read dequantised, in bf16.
     is_pickled: whether the weights are pickles. types: {tensor: its type in a GGUF file}, {} for other files.
     Raises CheckpointError.
     """
@@ -116,18 +117,24 @@ class FolderSource(Source):
     def __init__(self, folder: Path, config_folder: Path | None = None, *, allow_pickle: bool = False):
         self.folder = folder
         self._config_folder = config_folder or folder
-        self.config = read_json(self._config_folder / "config.json")
-        self._reader = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
-        self.source, self.headers = self._reader.source, self._reader.headers
+        config = read_json(self._config_folder / "config.json")
+        self.config = mxfp4.dequantized_config(config)
+        self._reader: Any = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
         self.is_pickled = getattr(self._reader, "single", None) == PICKLES
+        if mxfp4.is_mxfp4(config):
+            self._reader = mxfp4.MXFP4Reader(self._reader)
+        self.source, self.headers = self._reader.source, self._reader.headers
         self.types: dict[str, str] = getattr(self._reader, "types", {})
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)
 
     def files(self) -> dict[str, bytes | Path]:
+        files = config_files(self._config_folder, "original/tokenizer.model")
+        if isinstance(self._reader, mxfp4.MXFP4Reader):  # `View` writes its config
+            del files["config.json"]
         return {
             **companion_files(self._config_folder, self.folder),
             **companion_files(self.folder),
-            **config_files(self._config_folder, "original/tokenizer.model"),
+            **files,
         }

@@ -30,6 +30,10 @@ from ligermodels.kernels.linear.glu import (
     glu as glu,
     glu_reference as glu_reference,
 )
+from ligermodels.kernels.linear.mxfp4 import (
+    dequantize_mxfp4_reference as dequantize_mxfp4_reference,
+    quantize_mxfp4 as quantize_mxfp4,
+)
 from ligermodels.kernels.linear.nf4 import (
     NF4Weight as NF4Weight,
     dequantize_nf4_reference as dequantize_nf4_reference,

@@ -58,7 +58,7 @@ def chosen(operands: Sequence[LinearOperand]) -> Any:
 def _why_not_joint(layer: Any, names: Sequence[str], gathered: bool) -> str:
     """Why plain modules of one input are not one matmul; "" if they are."""
     modules = [getattr(layer, name) for name in names]
-    if len(names) == 1 or all(getattr(m, "kind", "") == "nf4" for m in modules):  # joint once dequantised
+    if len(names) == 1 or all(getattr(m, "kind", "") in ("nf4", "mxfp4") for m in modules):  # joint once dequantised
         return ""
     if gathered:
         return "FSDP gathers each weight by itself"

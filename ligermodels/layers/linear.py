@@ -213,11 +213,11 @@ class JointProjections(Layer):
 
 
 def _tensors_to_join(module: Any) -> dict[str, Any]:
-    """The module's tensors that may be joint with those of others; NF4 weights become so when they are dequantised."""
+    """The module's tensors that may be joint with others'. Weights that are always dequantised become so then."""
     tensors = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if type(module) is ShardedLinear and module.may_be_joint:
         return {name: parameter._local_tensor for name, parameter in tensors.items()}  # to_local returns a view of it
-    if type(module) is QuantizedLinear and module.kind != "nf4":
+    if type(module) is QuantizedLinear and module.form.max_rows:
         tensors["scale"] = module.scale
     elif type(module) not in (nn.Linear, LoRALinear):
         return {}

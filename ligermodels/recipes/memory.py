@@ -46,9 +46,10 @@ class Sizes:
     """Counts of a model's parameters, and the elements that a block saves per token: the mean of its blocks, and under
     "again" those of the block that saves most.
 
-    block: of the largest block. layers: of all blocks. unpacked: those of a block that are in 16 bits at once where all
-    are in 4. tied: head and embedding are one parameter. frozen: elements of another model and of KV caches, in 16 bits
-    (on the CPU in 32). heads: Medusa heads, trained in the dtype of the weights. matrices: what Muon trains.
+    block: of the largest block. layers: of all blocks. stacked: of the experts among them. unpacked: those of a block
+    that are in 16 bits at once where all are in 4. tied: head and embedding are one parameter. frozen: elements of
+    another model and of KV caches, in 16 bits (on the CPU in 32). heads: Medusa heads, trained in the dtype of the
+    weights. matrices: what Muon trains.
     not_counted: classes of modules in the blocks that save something for the backward, and do not say how much.
     """
 
@@ -60,6 +61,7 @@ class Sizes:
     saved: dict[str, int]
     vocab: int = 0
     layers: int = 0
+    stacked: int = 0
     unpacked: int = 0
     tied: bool = False
     frozen: int = 0
@@ -81,6 +83,7 @@ class Sizes:
             head=config.vocab_size * config.hidden_size,
             block=max(sizes),
             blocks=len(blocks) + (model.mtp is not None),
+            stacked=sum(weight.numel() for block in blocks for weight in stacked(block)),
             layers=sum(sizes) + (0 if model.mtp is None else max(sizes)),
             vocab=config.vocab_size,
             matrices=sum(weight.numel() for weight in matrices_of(model)) if options.optim == "muon" else 0,
@@ -99,10 +102,16 @@ def count(module: nn.Module, *, trained: bool = False) -> int:
 def unpacked(block: nn.Module) -> int:
     """The most of a block's weights that are in 16 bits at once where all are in 4: the largest of its modules', of
     which experts have one stacked weight at a time."""
-    layers = [module for module in block.modules() if isinstance(module, Layer) and module.stacked]
-    stacked = {id(weight): weight.numel() for layer in layers for weight in map(layer.get_parameter, layer.stacked)}
-    rest = [sum(p.numel() for p in child.parameters() if id(p) not in stacked) for child in block.children()]
-    return max([*rest, *stacked.values()], default=0)
+    sizes = {id(weight): weight.numel() for weight in stacked(block)}
+    rest = [sum(p.numel() for p in child.parameters() if id(p) not in sizes) for child in block.children()]
+    return max([*rest, *sizes.values()], default=0)
+
+
+def stacked(block: nn.Module) -> list[nn.Parameter]:
+    """The stacked weights of the experts of a block that are not quantised."""
+    layers = [module for module in block.modules() if isinstance(module, Layer)]
+    weights = [layer._parameters.get(name) for layer in layers for name in layer.stacked]
+    return [weight for weight in weights if weight is not None]
 
 
 def adapter_parameters(model: Any, options: TrainOptions) -> int:
@@ -139,9 +148,9 @@ def estimate(
     if options.lora_r:  # adapters in fp32, beside a model that is frozen
         weight, gradient, state = _BYTES["fp32"]
     frozen = sizes.parameters - (0 if options.lora_r else sizes.trained)
-    packed = sizes.layers if options.quantize != "none" else 0  # nf4: 4.127 bits, in blocks
+    packed, bits = {"none": (0, 0.0), "nf4": (sizes.layers, 4.127), "mxfp4": (sizes.stacked, 4.25)}[options.quantize]
     element, tokens = (4 if on_cpu else 2), -(-options.batch_tokens // processes.ranks_per_batch)
-    weights = weight * sizes.trained + element * sizes.frozen + int(4.127 / 8 * packed)
+    weights = weight * sizes.trained + element * sizes.frozen + int(bits / 8 * packed)
     weights += (4 if (on_cpu and precision == "fp32") or is_fp32 else 2) * (frozen - packed)
     weights += (4 if precision == "fp32" and (on_cpu or gpus > 1) else 2) * sizes.parameters * options.frozen_copies
     states = state * (sizes.trained - sizes.matrices) + _MUON[weight] * sizes.matrices

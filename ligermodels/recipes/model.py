@@ -1,6 +1,7 @@
 """The model of a run, its tokenizer and its optimizer, as the options say."""
 
 import copy
+import dataclasses
 import math
 import sys
 import warnings
@@ -12,7 +13,7 @@ import torch
 
 from ligermodels.arch import CausalLM, arch_of, load
 from ligermodels.arch.pretrained import config_values
-from ligermodels.checkpoint import hub
+from ligermodels.checkpoint import hub, mxfp4
 from ligermodels.errors import InputError, config_of
 from ligermodels.layers.moe import mixtures_of
 from ligermodels.layers.quantized import QuantizedLinear
@@ -93,7 +94,26 @@ def sketch(folder: Path, *, text_only: bool = False, mtp_loss_weight: float = 0.
     """The model of a folder on the meta device; with a weight of its loss, the layer for multi-token prediction too."""
     kind = arch_of(folder, text_only=text_only)
     with config_of(folder):
-        return kind.from_config(config_values(folder, None), device="meta", mtp_loss_weight=mtp_loss_weight or None)
+        values = mxfp4.dequantized_config(config_values(folder, None))
+        return kind.from_config(values, device="meta", mtp_loss_weight=mtp_loss_weight or None)
+
+
+def with_quantization(options: TrainOptions, folder: Path) -> TrainOptions:
+    """The options for the checkpoint in a folder: adapters are trained over one in MXFP4 as it is.
+
+    Raises InputError for `merge`, since no sum of weights and adapters is in MXFP4.
+    """
+    in_memory = options.objects.get("model") is not None
+    if in_memory or options.scratch or not options.lora_r or options.quantize != "none":
+        return options
+    if not mxfp4.is_mxfp4(config_values(folder)):
+        return options
+    if options.merge:
+        raise InputError(
+            "merge: the experts of the model are in MXFP4, and adapters cannot be added to them; merge later: "
+            "`ligermodels convert MODEL DST --adapter DIR/adapter`"
+        )
+    return dataclasses.replace(options, quantize="mxfp4")
 
 
 def tokenizer_of(options: TrainOptions, folder: Path, sketch: Any) -> Tokenizer:
@@ -179,6 +199,8 @@ def model_of(
     else:
         if options.quantize != "none":
             how["quantization_config"] = options.quantize
+        elif mxfp4.is_mxfp4(config_values(folder)):  # all weights are trained
+            how["quantization_config"] = {"quant_method": "mxfp4", "dequantize": True}
         how |= dict(text_only=options.text_only, progress=processes.is_main and sys.stderr.isatty())
         model = load(str(folder), **how)
         model.config._name_or_path = model.name_or_path = options.model

@@ -125,8 +125,8 @@ class TrainOptions:
     use_dora: bool = option(False, "train the magnitudes of weights too (DoRA)", needs="lora_r")
     lora_modules_to_save: tuple[str, ...] = option((), "modules trained whole, such as lm_head", needs="lora_r")
     quantize: str = option(
-        "none", "nf4: frozen weights in 4 bits (QLoRA), which cannot be merged without requantising",
-        choices=("none", "nf4"), needs="lora_r", excludes=("merge",),
+        "none", "nf4: frozen weights in 4 bits (QLoRA), mxfp4: experts alone; cannot be merged without requantising",
+        choices=("none", "nf4", "mxfp4"), needs="lora_r", excludes=("merge",),
         instead="merge later: `ligermodels convert MODEL DST --adapter DIR/adapter`")
 
     dp_replicate: int = free_option(1, "replicas of the sharded model (HSDP)", least=1, group="parallel")

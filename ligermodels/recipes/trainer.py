@@ -159,6 +159,7 @@ class Trainer:
     def _make_plan(self, source: Path, sketch: Any) -> None:
         """Opens the data, completes the options by it and by the free memory, and prints the plan."""
         options, processes = self.options, self.processes
+        options = models.with_quantization(options, source)
         tokenizer = models.tokenizer_of(options, source, sketch)
         length = options.max_length or min(4096, sketch.config.get_text_config().max_position_embeddings)
         models.check_length(length, sketch, "model", processes)

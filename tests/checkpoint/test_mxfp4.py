@@ -11,8 +11,10 @@ from ligermodels import CheckpointError, InputError
 from ligermodels.arch.mixtral import Mixtral
 from ligermodels.checkpoint.quantizers import MXFP4
 from ligermodels.checkpoint.weights import Rearranged, same_bits, to_halves
+from ligermodels.conversion import convert, inspect
 from ligermodels.kernels.linear.mxfp4 import quantize_mxfp4
 from ligermodels.layers import Experts, QuantizedLinear
+from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import add_lora, merge_lora
 from tests.checkpoint.fixtures import CONFIG
 from tests.conversion.layouts import same, stored
@@ -179,20 +181,40 @@ def test_adapters_are_trained_over_them(released):
 
 
 def work_on_two_ranks(released, folder):
-    from ligermodels.parallel import make_mesh
-
     mesh = make_mesh(dp_shard=2, device_type="cpu")
     with pytest.raises(InputError, match="mesh= shards plain weights"):
         Interleaved.from_hub(released, mesh=mesh, progress=False)
     model = Interleaved.from_hub(released, mesh=mesh, quantization_config=DEQUANTIZE, progress=False)
     model.save_pretrained(folder / "x")
+    kept, whole = (load(released, dtype=torch.float32) for _ in range(2))
+    parallelize(kept, mesh, param_dtype=torch.float32)
+    weight = experts_of(kept)[1].down_proj
+    assert weight.weight.to_local().shape == (E * H // 2, INNER // 2) and weight.scale.to_local().dtype == torch.uint8
+    loss, wanted = (model(IDS, labels=IDS).loss for model in (kept, whole))
+    torch.testing.assert_close(loss, wanted)
+    loss.backward()
+    with pytest.raises(CheckpointError, match="quantised and sharded"):
+        kept.save_pretrained(folder / "y")
 
 
 @pytest.mark.slow
-def test_a_mesh_reads_it_dequantised(released, tmp_path):
+def test_several_processes(released, tmp_path):
+    """Dequantised each reads its rows; kept, the bytes are sharded after loading."""
     on_ranks(tmp_path, lambda: work_on_two_ranks(released, tmp_path))
     wanted = load(released, DEQUANTIZE).save_pretrained(tmp_path / "y")
     assert same(stored(tmp_path / "x"), stored(wanted))
+
+
+def test_it_is_converted_to_bf16(released, tmp_path, monkeypatch):
+    """Which is also how adapters are merged into it."""
+    monkeypatch.setitem(ligermodels.arch.ARCHS, "mixtral", Interleaved)
+    facts = inspect(released)
+    assert facts.problem is None and facts.dtypes["MXFP4"] == 2 * E * 3 * INNER * H
+    convert(released, tmp_path / "x")
+    wanted = load(released, DEQUANTIZE).save_pretrained(tmp_path / "y")
+    assert same(stored(tmp_path / "x"), stored(wanted))
+    assert "quantization_config" not in json.loads((tmp_path / "x" / "config.json").read_text())
+    assert torch.equal(load(tmp_path / "x")(IDS).logits, load(wanted)(IDS).logits)
 
 
 def without(name):
