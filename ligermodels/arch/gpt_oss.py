@@ -13,6 +13,8 @@
   is too where a file has no rope settings, or null for them, as in transformers 5; 4 read null as no YaRN.
 - On disk the experts' matrices are [E, in, out], and in gate_up_proj and its bias gate and up take turns: even columns
   are gate. In memory they are [E, out, in], all rows of gate before those of up.
+- Released files have these matrices in MXFP4, as `*_blocks` and `*_scales` (checkpoint/mxfp4.py). transformers 5.23
+  wrote dequantised ones under `*_blocks`; both are read.
 - Released files carry `experts_per_token` and `initial_context_length`, which nothing reads.
 - `output_router_logits` adds the load-balancing loss, over the routers of all blocks together.
 
@@ -28,7 +30,7 @@ from ligermodels.arch.base import CausalLM
 from ligermodels.arch.block import RoutedBlock, attention, mixture
 from ligermodels.arch.config import LayerTypesConfig, RoutedConfig
 from ligermodels.arch.decoder import Decoder
-from ligermodels.checkpoint.weights import Rearranged, to_halves
+from ligermodels.checkpoint.weights import Rearranged, Table, to_halves
 from ligermodels.layers import ClampedSwiGLU
 
 NORM: dict[str, Any] = dict(cast_before_weight=False)
@@ -74,6 +76,16 @@ class GptOssConfig(RoutedConfig, LayerTypesConfig):
         return self.num_local_experts
 
 
+def disk_names(ending: str = "") -> Table:
+    """The table. ending: of the names of both matrices; that of 5.23 for what it dequantised from MXFP4."""
+    halves: dict[str, Any] = dict(order=lambda rows, config: to_halves(rows, 1), dim=1)
+    return {
+        EXPERTS + "gate_up_proj": Rearranged(EXPERTS + "gate_up_proj" + ending, transposed=True, **halves),
+        EXPERTS + "gate_up_proj_bias": Rearranged(EXPERTS + "gate_up_proj_bias", **halves),
+        EXPERTS + "down_proj": Rearranged(EXPERTS + "down_proj" + ending, transposed=True),
+    }
+
+
 class GptOssBlock(RoutedBlock):
     """Attention with sinks, and experts, each on the normed residual stream."""
 
@@ -90,15 +102,8 @@ class GptOss(CausalLM):
     config_class = GptOssConfig
     block_class = GptOssBlock
 
-    DISK_NAMES: ClassVar = {
-        EXPERTS + "gate_up_proj": Rearranged(
-            EXPERTS + "gate_up_proj", order=lambda rows, config: to_halves(rows, 1), dim=1, transposed=True
-        ),
-        EXPERTS + "gate_up_proj_bias": Rearranged(
-            EXPERTS + "gate_up_proj_bias", order=lambda rows, config: to_halves(rows, 1), dim=1
-        ),
-        EXPERTS + "down_proj": Rearranged(EXPERTS + "down_proj", transposed=True),
-    }
+    DISK_NAMES: ClassVar = disk_names()
+    OTHER_LAYOUTS: ClassVar = (disk_names("_blocks"),)
 
     @classmethod
     def make_model(cls, config: GptOssConfig) -> Decoder:  # type: ignore[override]
