@@ -130,11 +130,14 @@ def dequantize_mxfp4_reference(weight: MXFP4Weight, dtype: torch.dtype | None = 
 
 def _dequantized(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """[N, K] of packed [N, K / 2] and scale [N, K / 32]."""
-    of_byte = torch.tensor([(VALUES[byte & 15], VALUES[byte >> 4]) for byte in range(256)], device=packed.device)
+    pairs_of = [(VALUES[byte & 15], VALUES[byte >> 4]) for byte in range(256)]
+    of_byte = torch.tensor(pairs_of, dtype=torch.float32, device=packed.device)
     exponent = scale.int()
     # The bits of 2^(s - 127) in fp32, where 2^-127 is subnormal.
     bits = torch.where(exponent == 0, 1 << 22, torch.where(exponent == 255, 0x7FC00000, exponent << 23))
-    values = of_byte[packed.int()].view(*scale.shape, BLOCK) * bits.view(torch.float32)[..., None]
+    # Both values of a byte as one int64, which takes a CPU less than half the time of indexing rows.
+    pairs = of_byte.view(torch.int64).index_select(0, packed.flatten().int())
+    values = pairs.view(torch.float32).view(*scale.shape, BLOCK) * bits.view(torch.float32)[..., None]
     return values.flatten(-2).to(dtype)
 
 
