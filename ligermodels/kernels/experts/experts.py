@@ -21,8 +21,8 @@ What differs from a loop over experts:
   (gate_up, dh), writes d_gate_up, and overwrites dh with weight * h for d_down.
 - Under activation checkpointing, the second run of a block ends before h, the down projection and the sum: `_Experts`
   saves everything, `_Combine` nothing.
-- Up to 64 tokens without gradients read the dense weights of the chosen experts alone (`_decode.py`); of experts in
-  few bits only the chosen ones are dequantised, one copy for each row.
+- Up to 64 tokens without gradients read the dense weights of the chosen experts alone (`_decode.py`), or their bits in
+  MXFP4 (`_decode_mxfp4.py`); of experts in other formats only the chosen ones are dequantised, one copy for each row.
 
 Bytes per token at 2-byte dtypes beside the matmuls: forward K (6 I + 2 H) + 2 H, backward K (12 I + 2 H) + 2 H.
 
@@ -54,6 +54,7 @@ from ligermodels.kernels._triton import (
     use_triton,
 )
 from ligermodels.kernels.experts._decode import decode_experts, decode_takes
+from ligermodels.kernels.experts._decode_mxfp4 import decode_mxfp4, decode_mxfp4_takes
 from ligermodels.kernels.experts._grouped_mm import Low, grouped_mm, grouped_mm_outer, tile_rows
 from ligermodels.kernels.experts._order import Order, combine, sort_by_expert, sum_by_expert
 from ligermodels.kernels.linear.activation import activate_reference
@@ -418,6 +419,8 @@ def experts_of(
             f"moe_experts: weights has {describe(weights)}, experts {describe(experts)}; expected both "
             f"[{x.shape[0]}, top_k] on {x.device}, floating point and integers, as `route` returns them for x."
         )
+    if decode_mxfp4_takes(x, weights, experts, gate_up, down):
+        return decode_mxfp4(x, weights, experts, gate_up, down, activation)
     if choose((gate_up, down), x, routed_rows=experts.numel()) == "selected_experts":
         experts, (gate_up, down) = _select((gate_up, down), experts)
     x = x.to(autocast_dtype(x) or x.dtype)
