@@ -93,6 +93,8 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
         ("window=0", attention(Q, K, window=0)),
         ("key_mask has shape \\(2, 5\\)", attention(Q, K, key_mask=torch.ones(2, 5) > 0)),
         ("together has shape \\(2, 5\\)", attention(Q, K, together=torch.ones(2, 5))),
+        ("sinks has shape \\(2,\\)", attention(Q, K, sinks=torch.zeros(2))),
+        ("sinks has shape \\(4,\\) and dtype torch.int64", attention(Q, K, sinks=torch.zeros(4, dtype=torch.int64))),
         ("end to end in one row", attention(Q, K, cu_seqlens=torch.tensor([0, 4]).int())),
         ("runs from 0 to 3", attention(*ONE, cu_seqlens=torch.tensor([0, 3]).int())),
     ],

@@ -15,6 +15,7 @@ import ligermodels.layers as L
 from ligermodels.errors import InputError
 from ligermodels.kernels import route
 from ligermodels.layers import attention
+from ligermodels.layers.batch import NextToken
 from ligermodels.layers.linear import operands_of
 from ligermodels.layers.state import KeyValues
 
@@ -290,10 +291,59 @@ def cross(states):
     return layer(torch.randn(2, 3, 16), states)
 
 
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_sinks_as_transformers(kind, padded):
+    """GptOssAttention: the output, all gradients, and the same a token at a time. A pad sees nothing but the sink here,
+    and all tokens alike there."""
+    config = transformers.GptOssConfig(
+        hidden_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=5,
+        num_hidden_layers=1, layer_types=[kind], attn_implementation="eager",
+    )  # fmt: skip
+    module = importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss")
+    theirs, window = module.GptOssAttention(config, 0), 5 if kind == "sliding_attention" else None
+    nn.init.normal_(theirs.sinks, 0.0, 2.0)
+    layer = L.Attention(
+        40, num_heads=4, num_kv_heads=2, head_dim=16, qkv_bias=True, o_bias=True, window=window, sinks=True
+    )
+    layer.load_state_dict(theirs.state_dict())
+    x, starts = torch.randn(2, 19, 40, requires_grad=True), torch.tensor([0, 7 * padded])
+    distance = torch.arange(19)[:, None] - torch.arange(19)
+    key_mask = torch.arange(19) >= starts[:, None]
+    seen = (distance >= 0) & (distance < (window or 99)) & key_mask[:, None]
+    mask = torch.zeros(2, 1, 19, 19).masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
+    cos, sin = module.GptOssRotaryEmbedding(config)(x, torch.arange(19)[None])
+    expected = theirs(x, position_embeddings=(cos, sin), attention_mask=mask)[0]
+    y = layer(x, L.Batch(rotary={"full": (cos, sin)}, key_mask=key_mask if padded else None))
+    torch.testing.assert_close(y[key_mask], expected[key_mask], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(y[~key_mask], layer.o_proj.bias.expand_as(y[~key_mask]), rtol=0, atol=0)
+    dy = torch.randn_like(y) * key_mask[..., None]
+    pairs = zip(
+        torch.autograd.grad(y, [x, *layer.parameters()], dy),
+        torch.autograd.grad(expected, [x, *(theirs.get_parameter(name) for name, _ in layer.named_parameters())], dy),
+        strict=True,
+    )
+    for found, wanted in pairs:
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        cache = layer.new_state(2, 19, whole=False, dtype=torch.float32, device="cpu")
+        first = L.Batch(rotary={"full": (cos[:, :9], sin[:, :9])}, key_mask=key_mask[:, :9] if padded else None)
+        steps = [layer(x[:, :9], first, cache)]
+        cache.reserve(19, 9)
+        for i in range(9, 19):
+            token = NextToken(starts=starts.int(), ends=torch.full((2,), i + 1, dtype=torch.int32))
+            tables = {"full": (cos[:, i : i + 1], sin[:, i : i + 1])}
+            steps.append(layer(x[:, i : i + 1], L.Batch(rotary=tables, next_token=token, past_length=i), cache))
+    torch.testing.assert_close(torch.cat(steps, 1)[key_mask], y[key_mask], rtol=1e-5, atol=1e-6)
+
+
 REFUSED = {
     "not causal cannot be cached": lambda x, cache: make_attention(rope=None, causal=False)(x, L.Batch(), cache),
     "packed sequences cannot go into a KV cache": lambda x, cache: make_attention(rope=None)(
         x, L.Batch(cu_seqlens=torch.tensor([0, 9], dtype=torch.int32), max_seqlen=9), cache
+    ),
+    "rotating=4 makes keys of values, which decodes without sinks": lambda x, cache: make_attention(
+        keys_as_values=True, qk_norm={}, v_norm={"elementwise_affine": False}, rotating=4, sinks=True
     ),
     "has no tables 'local'": lambda x, cache: make_attention(rope="local")(x, batch_of(9)),
     "no states of images, and none in the cache": lambda x, cache: cross(None),

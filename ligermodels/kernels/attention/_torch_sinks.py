@@ -14,28 +14,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels._triton import cdiv, cuda_capability, is_datacenter, once_differentiable
+from ligermodels.kernels._triton import (
+    assume_constant_result,
+    cdiv,
+    cuda_capability,
+    is_datacenter,
+    once_differentiable,
+)
 
 _aten = torch.ops.aten
 
 
 def engine_with_lse(q: Tensor, *, plain: bool) -> str | None:
-    """The name of torch's engine for q [B, S, HQ, D], or None. plain: S = K causal, or no mask at all."""
+    """The name of torch's engine for q [B, S, HQ, D], or None. plain: S = K causal, or no mask at all.
+
+    None where `torch.nn.attention.sdpa_kernel` allows none of them, as for second derivatives.
+    """
     half = q.dtype in (torch.bfloat16, torch.float16)
     if q.device.type == "cpu":
-        return "cpu"
+        return "cpu" if _is_allowed("flash") else None
     if q.device.type != "cuda" or cuda_capability(q.device.index) < 80:  # 0 on AMD's GPUs
         return None
-    if plain and half and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0 and _cudnn_runs(q.device.index):
+    of_cudnn = plain and half and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
+    if of_cudnn and is_datacenter(q.device.index) and _is_allowed("cudnn"):
         return "cudnn"
-    aligned = q.shape[-1] * q.element_size() % 16 == 0
-    return "efficient" if aligned and (half or q.dtype == torch.float32) else None
+    aligned = q.shape[-1] * q.element_size() % 16 == 0 and (half or q.dtype == torch.float32)
+    return "efficient" if aligned and _is_allowed("mem_efficient") else None
 
 
-def _cudnn_runs(index: int | None) -> bool:
-    """True where torch's own choice may be cuDNN. Its gradients are not summed in a fixed order."""
-    enabled = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
-    return enabled and is_datacenter(index)
+@assume_constant_result
+def _is_allowed(engine: str) -> bool:
+    if engine == "cudnn" and torch.are_deterministic_algorithms_enabled():
+        return False  # its gradients are not summed in a fixed order
+    return getattr(torch.backends.cuda, f"{engine}_sdp_enabled")()
 
 
 def attention_with_sinks(

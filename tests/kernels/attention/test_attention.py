@@ -6,10 +6,12 @@ import random
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.kernels import attention, attention_reference
 from ligermodels.kernels._recompute import attach_to_view, handle_of
 from ligermodels.kernels.attention import _flash_attention, _unfused_attention
+from ligermodels.kernels.attention._torch_sinks import attention_with_sinks
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.operand import LinearOperand
 from tests.kernels.ops.attention import our_attention, visible, wide_attention
@@ -37,7 +39,8 @@ def left_and_right_padding(num_keys, batch_size=2, device="cpu"):
 
 
 def by_hand(
-    q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None, segments=None, together=None
+    q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None, segments=None, together=None,
+    sinks=None,
 ):  # fmt: skip
     """One query, one head at a time, visible keys collected in a list."""
     batch_size, length, num_heads, size = q.shape
@@ -52,21 +55,25 @@ def by_hand(
             and (window is None or j > at - window)
             and (key_mask is None or key_mask[b, j])
             and (segments is None or segments[j] == segments[at])
-        ] or [max(at, 0)]
+        ] or ([max(at, 0)] if sinks is None else [])
         scores = (k[b, keys, h // groups] @ q[b, i, h]) * (size**-0.5 if scale is None else scale)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        rows.append(torch.softmax(scores, 0) @ v[b, keys, h // groups])
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[h : h + 1]])
+        rows.append(torch.softmax(scores, 0)[: len(keys)] @ v[b, keys, h // groups])
     return torch.stack(rows).view(q.shape)
 
 
 @pytest.mark.parametrize("length, num_keys", [(7, 7), (5, 9), (1, 6), (6, 4)])
 def test_the_reference_is_the_definition(length, num_keys):
-    for causal, window, softcap, masked in itertools.product([True, False], [None, 1, 3], [None, 2.0], [False, True]):
+    for causal, window, softcap, masked, sinks in itertools.product(
+        [True, False], [None, 1, 3], [None, 2.0], [False, True], [None, torch.randn(4, dtype=torch.float64)]
+    ):
         if causal and length > num_keys:
             continue
         options = {"causal": causal, "window": window, "softcap": softcap, "scale": 0.3 if softcap else None}
-        options["key_mask"] = left_and_right_padding(num_keys) if masked else None
+        options |= {"key_mask": left_and_right_padding(num_keys) if masked else None, "sinks": sinks}
         _, q, k, v = inputs(max(length, num_keys), max(length, num_keys))
         q, k, v = q[:, :length], k[:, :num_keys], v[:, :num_keys]
         torch.testing.assert_close(attention_reference(q, k, v, **options), by_hand(q, k, v, **options))
@@ -76,12 +83,13 @@ def test_the_reference_is_the_definition(length, num_keys):
 def test_tokens_that_see_each_other(length, num_keys, device):
     """Those of an image, also beside padding, within windows shorter than it, in packed sequences, after a cache."""
     together = torch.tensor([[-1, 0, 0, 0, 0, -1, 1, 1, 2, 2, 2, -1], [-1] * 5 + [3] * 6 + [-1]])
-    for window, softcap, masked in itertools.product([None, 3, 9], [None, 2.0], [False, True]):
+    for window, softcap, masked, sinks in itertools.product([None, 3, 9], [None, 2.0], [False, True], [False, True]):
         options = {"window": window, "softcap": softcap, "key_mask": left_and_right_padding(12) if masked else None}
+        options["sinks"] = torch.randn(4, dtype=torch.float64) if sinks else None
         _, q, k, v = inputs(length, num_keys)
         exact = by_hand(q, k, v, together=together, **options)
         assert not torch.equal(exact, by_hand(q, k, v, **options))
-        options["key_mask"] = options["key_mask"].to(device) if masked else None
+        options |= {n: options[n].to(device) for n in ("key_mask", "sinks") if options[n] is not None}
         q, k, v, numbers = (x.to(device) for x in (q, k, v, together))
         for op in (attention, attention_reference):
             torch.testing.assert_close(op(q, k, v, together=numbers, **options).cpu(), exact)
@@ -208,6 +216,109 @@ def test_decode_is_the_last_row_of_prefill(device):
         torch.testing.assert_close(split.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+# Sinks.
+
+
+def leaves_with_sinks(length=9, num_keys=9, dtype=torch.float64, sinks_dtype=None, device="cpu", **sizes):
+    _, *qkv = inputs(length, num_keys, dtype=dtype, device=device, **sizes)
+    sinks = torch.randn(qkv[0].shape[2], device=device, dtype=dtype if sinks_dtype is None else sinks_dtype)
+    return [x.detach().clone().requires_grad_() for x in (*qkv, sinks)]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3, "softcap": 3.0}, {"key_mask": True}], ids=str)
+@pytest.mark.parametrize("op", [attention, our_attention])
+def test_gradients_with_sinks_are_those_of_finite_differences(op, options, device):
+    if device != "cpu":
+        pytest.skip("no GPU multiplies tiles of fp64")
+    if "key_mask" in options:
+        options = options | {"key_mask": left_and_right_padding(4)[:1]}  # of which the first query sees nothing
+    leaves = leaves_with_sinks(3, 4, heads=(2, 1), size=2, batch_size=1)
+    assert torch.autograd.gradcheck(lambda q, k, v, sinks: op(q, k, v, sinks=sinks, **options), leaves)
+
+
+@pytest.mark.parametrize("dtype, sinks_dtype", [
+    (torch.float16, torch.float32), (torch.float32, torch.float16), (torch.float32, torch.float64),
+], ids=str)  # fmt: skip
+def test_sinks_of_another_dtype_have_gradients_in_theirs(device, dtype, sinks_dtype):
+    leaves = leaves_with_sinks(dtype=dtype, sinks_dtype=sinks_dtype, device=device)
+    weights = torch.randn(leaves[0].shape, device=device).to(dtype)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    exact = torch.autograd.grad(
+        attention_reference(*doubles[:3], sinks=doubles[3], window=4), doubles, weights.double()
+    )
+    for op in (attention, our_attention, attention_reference):
+        out = op(*leaves[:3], sinks=leaves[3], window=4)
+        found = torch.autograd.grad(out, leaves, weights)
+        assert [x.dtype for x in (out, *found)] == [dtype] * 4 + [sinks_dtype]
+        for x, y in zip(found, exact, strict=True):
+            assert (x.double() - y).norm() <= 2e-3 * y.norm()  # fp16: 2^-11 a rounding
+
+
+@pytest.mark.parametrize("op", [attention, our_attention])
+def test_a_sink_that_nobody_sees_and_one_that_all_see(op, device):
+    """-inf is no sink, whose gradient is 0; one far above all scores leaves nothing."""
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    for options in ({}, {"window": 2}, {"key_mask": left_and_right_padding(9, device=device)}):
+        *qkv, sinks = leaves_with_sinks(dtype=dtype, device=device)
+        with torch.no_grad():
+            sinks[:2], sinks[2:] = -torch.inf, 1e4
+        out, without = op(*qkv, sinks=sinks, **options), op(*qkv, **options)
+        some = options["key_mask"].cumsum(1) > 0 if "key_mask" in options else torch.ones(2, 9, dtype=torch.bool)
+        torch.testing.assert_close(out[:, :, :2][some], without[:, :, :2][some])
+        assert not out[:, :, 2:].any()
+        found = torch.autograd.grad(out.sum(), [*qkv, sinks])
+        assert all(x.isfinite().all() for x in found) and not found[3].any() and found[2].any()
+
+
+def test_a_sink_alone_may_be_trained(device):
+    q, k, v, sinks = leaves_with_sinks(dtype=torch.float16 if device == "cuda" else torch.float32, device=device)
+    for op in (attention, our_attention):
+        frozen = [x.detach() for x in (q, k, v)]
+        wanted = torch.autograd.grad(attention_reference(q, k, v, sinks=sinks).sum(), sinks)[0]
+        torch.testing.assert_close(
+            torch.autograd.grad(op(*frozen, sinks=sinks).sum(), sinks)[0], wanted, rtol=1e-2, atol=1e-3
+        )
+        assert op(q, k, v, sinks=sinks.detach()).requires_grad and not op(*frozen, sinks=sinks.detach()).requires_grad
+
+
+def test_second_derivatives_with_sinks(device):
+    """Where nothing but torch's plain formulas may run, as `docs/operations.md` says."""
+    if device != "cpu":
+        pytest.skip("on the CPU alone")
+    leaves = leaves_with_sinks(3, 3, heads=(2, 1), size=2, batch_size=1)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(lambda q, k, v, sinks: attention(q, k, v, sinks=sinks), leaves)
+
+
+@pytest.mark.parametrize("engine", ["cudnn", "efficient"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_torchs_engines_of_a_gpu_take_what_they_are_called_with(engine, masked):
+    """Their arguments and the shapes that come back, on a device without memory."""
+    if engine == "cudnn" and masked:
+        pytest.skip("cuDNN gets no mask")
+    dtype = torch.bfloat16 if engine == "cudnn" else torch.float32
+    leaves = leaves_with_sinks(9, 13 if masked else 9, dtype=dtype, device="meta")
+    q, k, v = (x.transpose(1, 2) for x in leaves[:3])
+    mask = torch.ones(2, 1, 9, 13, dtype=torch.bool, device="meta") if masked else None
+    out = attention_with_sinks(q, k, v, leaves[3][:, None], mask, not masked, 0.3, engine)
+    found = torch.autograd.grad(out, leaves, torch.empty_like(out))
+    assert out.shape == q.shape and [x.shape for x in found] == [x.shape for x in leaves]
+    assert {x.dtype for x in (out, *found)} == {dtype}
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"key_mask": True}], ids=str)
+def test_compiles_whole_with_sinks(options, device):
+    torch._dynamo.reset()
+    leaves = leaves_with_sinks(dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)
+    options = {"key_mask": left_and_right_padding(9, device=device)} if "key_mask" in options else options
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    results = []
+    for op in (compiled, attention):
+        out = op(*leaves[:3], sinks=leaves[3], **options)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(*results)
+
+
 # Wide heads, as plain products.
 
 
@@ -300,21 +411,24 @@ def test_wide_heads_of_long_texts_are_not_left_to_torch(device, monkeypatch):
     attention(q[:, 1:], k, v)
     attention(q[..., :128], k[..., :128], v[..., :128])
     attention(q, k, v, softcap=2.0)
+    attention(q, k, v, sinks=torch.zeros(2, device=device))
     assert len(called) == 3
 
 
-def test_head_chunks_change_nothing(device, monkeypatch):
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_head_chunks_change_nothing(device, monkeypatch, with_sinks):
     """Heads of a long text in chunks; `linear` saves the chunks instead of the output that they are joined to."""
     packed, q, k, v = inputs(9, 9, heads=(8, 4), device=device)
     weight = torch.randn(6, 64, dtype=q.dtype, device=device, requires_grad=True)
     monkeypatch.setattr(engines, "_CHUNK_ELEMENTS", q.numel() // 3)
-    results = []
+    sinks = torch.randn(8, dtype=q.dtype, device=device, requires_grad=True) if with_sinks else None
+    leaves, results = [packed, weight] + [sinks] * with_sinks, []
     for head_chunks in (False, True):
-        out = attention(q, k, v, head_chunks=head_chunks)
+        out = attention(q, k, v, head_chunks=head_chunks, sinks=sinks)
         joined = attach_to_view(out, out.flatten(2))
         assert (handle_of(out) is not None) is (handle_of(joined) is not None) is head_chunks
         y = linears(joined, [LinearOperand(weight)])
-        results.append((out, y, *torch.autograd.grad(y.square().sum(), [packed, weight])))
+        results.append((out, y, *torch.autograd.grad(y.square().sum(), leaves)))
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(chunked, whole)
 

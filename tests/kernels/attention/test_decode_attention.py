@@ -79,6 +79,8 @@ def test_as_exact_as_eager(device, poison, monkeypatch, case, heads, fp8):
         monkeypatch.setattr(module, "_SUM_ELEMENTS", (8192, 64)[i // 2 % 2])
         monkeypatch.setattr(module, "MAX_BY_LAST", (16, 2, 1)[i % 3])
         options, draws = dict(window=window, ring=ring, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2]), []
+        if (i // 2 + CASES.index(case)) % 2:
+            options["sinks"] = torch.randn(heads[0], device=device).to((dtype, torch.float32)[i % 2])
         for _ in range(8 if ON_GPU and fp8 else 1):
             q = torch.randn(3, 1, heads[0], size, device=device).to(dtype)
             stored = torch.float32 if fp8 else dtype
@@ -269,6 +271,8 @@ def test_rope_and_attention_in_one_launch(device, monkeypatch, poison, case, hea
     for i, (dtype, size) in enumerate(itertools.product(HALF if ON_GPU else [torch.float16], [16, 24, 64, 512])):
         monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
         options = dict(window=window, ring=ring, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2])
+        if (i // 2 + heads[1]) % 2:
+            options["sinks"] = 3 * torch.randn(heads[0], device=device)
         qkv = torch.randn(rows, 1, heads[0] + 2 * heads[1], size, device=device).to(dtype)
         q, k, v = qkv.split([heads[0], heads[1], heads[1]], 2)
         rotated = size if i % 2 else size // 2
@@ -321,6 +325,8 @@ def test_bad_calls_say_what_is_wrong(device):
         lambda: decode_attention(q, kv[0], kv[1], kv[2].long(), kv[3]),
         lambda: rope_to_cache(q, q, q, q[:, :, 0, :8], q[:, :, 0, :8], *kv[:2], kv[3]),
         lambda: rope_to_cache(q, q[:, :, :2], q[:, :, :2], q[:, :, 0, :8], q[:, :, 0, :8], *kv[:2], kv[3].long()),
+        lambda: decode_attention(q, *kv, sinks=torch.zeros(2, device=device)),
+        lambda: decode_attention(q, *kv, sinks=torch.zeros(4, device=device, dtype=torch.int32)),
         lambda: decode_attention(q, *kv, scales=scales),
         lambda: decode_attention(q, *bits, *kv[2:]),
         lambda: decode_attention(q, *bits, *kv[2:], scales=(scales[0], scales[1].float())),
