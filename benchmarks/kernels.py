@@ -27,7 +27,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import harness
 from benchmarks.harness import Record, Row, summary
 from ligermodels import kernels
+from ligermodels.kernels.attention._flash_attention import flash_attention
+from ligermodels.kernels.attention._torch_sinks import attention_with_sinks
 from tests.kernels import judge
 from tests.kernels.cases import Case, Maker
 from tests.kernels.ops import OPS as TESTED
@@ -427,6 +429,72 @@ def attentions(case: Case) -> dict[str, Call]:
     return found
 
 
+def sinks_case(maker: Maker, **sizes: Any) -> Case:
+    case = attention_case(maker, **sizes)
+    return replace(case, tensors=case.tensors | {"sinks": maker(sizes["heads"])})
+
+
+def attentions_with_sinks(case: Case) -> dict[str, Call]:
+    """Both candidates for bf16 on a GPU, by name, and what people train gpt-oss with. Masks are made once."""
+    q, window, bounds = case.tensors["q"], case.options.get("window"), case.options.get("cu_seqlens")
+    batch, length, scale = *q.shape[:2], q.shape[3] ** -0.5
+    of_flash: dict[str, Any] = dict(causal=True, window=window, softcap=None, scale=scale, key_mask=None)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (query >= key) & (document[query] == document[key])
+        return seen if window is None else seen & (query - key < window)
+
+    document = torch.zeros(length, dtype=torch.int64, device=q.device)
+    if bounds is not None:
+        document = torch.bucketize(torch.arange(length, device=q.device), bounds[1:], right=True)
+
+    @functools.cache
+    def block_mask() -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        return create_block_mask(sees, batch, None, length, length, device=q.device.type)
+
+    @functools.cache
+    def mask() -> Tensor:
+        at = torch.arange(length, device=q.device)
+        hidden = ~sees(at, at, at[:, None], at)
+        return torch.zeros(1, 1, length, length, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+
+    def of_triton(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any) -> Tensor:
+        return flash_attention(q, k, v, sinks=sinks, cu_seqlens=bounds, **of_flash)
+
+    def of_cudnn(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return attention_with_sinks(*heads_first, sinks[:, None], None, True, scale, "cudnn").transpose(1, 2)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any) -> Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return _flex_attention_with_sinks()(*heads_first, sinks, block_mask()).transpose(1, 2)
+
+    def of_transformers(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any) -> Tensor:
+        from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+        layer: Any = SimpleNamespace(num_key_value_groups=q.shape[2] // k.shape[2], sinks=sinks, training=False)
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return eager_attention_forward(layer, *heads_first, mask(), scaling=scale)[0]
+
+    engines: dict[str, Call] = {"Flash attention in Triton": of_triton}
+    if not case.options:
+        engines["cuDNN with lse"] = of_cudnn
+    return engines | {"FlexAttention": flex, "transformers, eager": of_transformers}
+
+
+@functools.cache
+def _flex_attention_with_sinks() -> Call:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Any) -> Tensor:
+        out, lse = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True)
+        return (out * torch.sigmoid(lse - sinks[:, None])[..., None]).to(q.dtype)
+
+    return torch.compile(with_sinks, dynamic=False)
+
+
 @functools.cache
 def _flex_attention() -> Call:
     from torch.nn.attention.flex_attention import flex_attention
@@ -469,6 +537,15 @@ def _delta_rule_bytes(batch: int, length: int, key_heads: int, heads: int, dim: 
 
 V = 128256
 _HEADS, _FEW = dict(heads=32, kv_heads=8, dim=128), dict(heads=4, kv_heads=2, dim=16)
+_GPT_OSS: list[dict[str, Any]] = [
+    dict(batch=batch, length=length, heads=64, kv_heads=8, dim=64, **packed, **window)
+    for batch, length, packed in ((4, 4096, {}), (1, 16384, dict(packed=DOCUMENTS)))
+    for window in ({}, dict(window=128))
+]  # fmt: skip
+_TINY_GPT_OSS: list[dict[str, Any]] = [
+    dict(batch=2, length=24, **_FEW), dict(batch=2, length=24, **_FEW, window=8),
+    dict(batch=1, length=64, **_FEW, packed=DOCUMENTS), dict(batch=1, length=64, **_FEW, packed=DOCUMENTS, window=8),
+]  # fmt: skip
 OPS: dict[str, Op] = {
     "rms_norm": Op(
         "rms_norm", [dict(rows=16384, width=n) for n in (2048, 4096, 8192)], [dict(rows=5, width=48)], rms_norms,
@@ -505,6 +582,14 @@ OPS: dict[str, Op] = {
         )] + [dict(batch=1, length=16384, heads=16, kv_heads=4, dim=512, packed=QUARTERS)],
         [dict(batch=1, length=64, heads=4, kv_heads=2, dim=512)],
         attentions, make=attention_case, flops=attention_flops, largest={"length": 4096}, forms=(),
+    ),
+    "attention_sinks": Op(  # gpt-oss: every other block has a window
+        "attention with sinks", _GPT_OSS, _TINY_GPT_OSS, attentions_with_sinks, make=sinks_case, flops=attention_flops,
+        largest={"batch": 1, "length": 2048}, forms=(),
+    ),
+    "attention_no_sinks": Op(  # what the former adds to
+        "attention", _GPT_OSS, _TINY_GPT_OSS, attentions, make=attention_case, flops=attention_flops,
+        largest={"batch": 1, "length": 2048}, forms=(),
     ),
     "gated_delta_rule": Op(
         "gated_delta_rule",
