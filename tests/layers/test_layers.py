@@ -343,7 +343,11 @@ REFUSED = {
         x, L.Batch(cu_seqlens=torch.tensor([0, 9], dtype=torch.int32), max_seqlen=9), cache
     ),
     "rotating=4 makes keys of values, which decodes without sinks": lambda x, cache: make_attention(
-        keys_as_values=True, qk_norm={}, v_norm={"elementwise_affine": False}, rotating=4, sinks=True
+        keys_as_values=True,
+        qk_norm=dict(eps=1e-6),
+        v_norm=dict(eps=1e-6, elementwise_affine=False),
+        rotating=4,
+        sinks=True,
     ),
     "has no tables 'local'": lambda x, cache: make_attention(rope="local")(x, batch_of(9)),
     "no states of images, and none in the cache": lambda x, cache: cross(None),

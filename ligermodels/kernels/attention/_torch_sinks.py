@@ -5,7 +5,8 @@
 The engine's backward gets o' and lse' in place of o and lse, and so computes with the weights exp(score - lse'): those
 of a softmax over the scores and the sink. Nothing else in dq, dk and dv depends on the sink.
 
-Bytes: besides those of the engine, o is read and written once more, and for dsink do and o are read.
+Bytes: besides those of the engine, o is read and written once more; for dsink do and o are read, and their product
+goes through memory in fp32, in a few elementwise passes.
 """
 
 from collections.abc import Callable

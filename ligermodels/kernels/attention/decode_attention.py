@@ -196,6 +196,27 @@ def _append(
     return k, v
 
 
+@triton.jit
+def _before_keys(sinks_ptr, split, heads, mask, FACTOR: tl.constexpr):
+    """(highest score, sum of weights relative to it) of a share before its keys. A sink is a score without a value,
+    which the first share has. sinks_ptr: or None."""
+    total = tl.zeros(heads.shape, tl.float32)
+    highest = total - float("inf")
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * (LOG2E / FACTOR)
+        highest = tl.where(split == 0, sinks, highest)
+        total = tl.where(split == 0, 1.0, total)
+    return highest, total
+
+
+@triton.jit
+def _add_key(s, total, highest, FACTOR: tl.constexpr):
+    """(weight of a key with score s, sum of weights with it, highest score); weights are relative to the latter."""
+    higher = tl.maximum(highest, s)
+    p = tl.exp2((s - higher) * FACTOR)
+    return p, total * tl.exp2((highest - higher) * FACTOR) + p, higher
+
+
 @triton.jit(do_not_specialize=["window", "capacity"])
 def _kernel(
     o_ptr, part_ptr, stats_ptr, count_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
@@ -240,12 +261,7 @@ def _kernel(
     v_ptr += b * cache_b + kv_head.to(tl.int64) * cache_h
     acc = tl.zeros([BLOCK_G, BLOCK_D // PARTS], tl.float32)
     acc_odd = acc
-    total = tl.zeros([BLOCK_G], tl.float32)
-    highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    if sinks_ptr is not None:  # a score without a value, which the first share has
-        sinks = tl.load(sinks_ptr + kv_head * GROUP + members, mask=members < GROUP, other=0.0)
-        highest = tl.where(split == 0, sinks.to(tl.float32) * (LOG2E / FACTOR), highest)
-        total = tl.where(split == 0, 1.0, total)
+    highest, total = _before_keys(sinks_ptr, split, kv_head * GROUP + members, members < GROUP, FACTOR)
     if HALF is not None:
         last = tl.load(ends_ptr + b) - 1  # where the new token goes
         if split == used - 1:
@@ -255,11 +271,8 @@ def _kernel(
                 s = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1)
                 if CAP is not None:
                     s, _ = capped(s, SCALE, CAP, dtype)
-                higher = tl.maximum(highest, s)
-                p = tl.exp2((s - higher) * FACTOR)  # 1 without a sink
-                total = total * tl.exp2((highest - higher) * FACTOR) + p
+                p, total, highest = _add_key(s, total, highest, FACTOR)
                 acc += p[:, None] * new_v.to(tl.float32)[None, :]
-                highest = higher
             end = tl.minimum(end, last)
     if k_scales_ptr is not None:  # scales are loaded a tile ahead
         k_scales_ptr += b * scales_b + kv_head
