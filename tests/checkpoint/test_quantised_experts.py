@@ -1,5 +1,6 @@
 """Experts in few bits: loaded by quantization_config, saved one by one, under adapters; and what is refused."""
 
+import functools
 import json
 
 import pytest
@@ -8,11 +9,12 @@ from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels import CheckpointError, InputError
+from ligermodels.arch import block
 from ligermodels.checkpoint.quantizers import NF4
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.kernels.linear.nf4 import quantize_nf4
 from ligermodels.kernels.linear.quantized import dequantize_reference, quantize
-from ligermodels.layers import Experts, QuantizedLinear
+from ligermodels.layers import ClampedSwiGLU, Experts, MoE, QuantizedLinear
 from ligermodels.training import add_lora, merge_lora
 from tests.checkpoint.fixtures import make_model
 from tests.conversion.layouts import same, stored
@@ -80,6 +82,31 @@ def test_a_model_is_that_of_its_dequantised_matrices(plain, tmp_path, kind):
     assert all(not p.requires_grad for one in experts_of(model) for p in one.parameters())
     options = dict(max_new_tokens=8, do_sample=False)
     assert torch.equal(model.generate(IDS, **options), wanted.generate(IDS, **options))
+
+
+def test_biases_of_experts_are_kept_as_they_are(tmp_path, monkeypatch):
+    """Beside weights of 4 bits, through a folder, and frozen under adapters."""
+    options = dict(bias=True, activation=ClampedSwiGLU(1.702, 0.9))
+    monkeypatch.setattr(block, "MoE", functools.partial(MoE, **options))
+    made = make_model(model_type="mixtral", **SIZES)
+    for one in experts_of(made):
+        for bias in (one.gate_up_proj_bias, one.down_proj_bias):
+            torch.nn.init.normal_(bias)
+    model = load(made.save_pretrained(tmp_path / "plain"))
+    for one, other in zip(experts_of(model), experts_of(made), strict=True):
+        for name in BOTH:
+            name = name.removeprefix("experts.")
+            assert same_bits(one.operand(name).bias.detach(), getattr(other, f"{name}_bias").detach())
+            setattr(other, name, torch.nn.Parameter(one.operand(name).weight.dequantize()))
+    for block_of_4_bits, dense in zip(model.model.layers, made.model.layers, strict=True):
+        for linear in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            one = getattr(block_of_4_bits.self_attn, linear)
+            getattr(dense.self_attn, linear).weight = torch.nn.Parameter(one.operand.dequantize())
+    torch.testing.assert_close(model(IDS).logits, made(IDS).logits, rtol=1e-5, atol=1e-5)
+    again = load(model.save_pretrained(tmp_path / "saved"))
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    add_lora(again, r=2, target_parameters=BOTH)
+    assert {name for name, p in again.named_parameters() if p.requires_grad and "lora" not in name} == set()
 
 
 @pytest.mark.parametrize("double", [True, False])

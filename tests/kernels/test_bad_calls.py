@@ -33,6 +33,7 @@ TAKEN = {
 IDS = {
     "cross_entropy": "labels", "linear_cross_entropy": "labels", "linear_logprobs": "labels", "jsd": "labels",
     "linear_jsd": "labels", "embedding": "ids", "moe_experts": "experts",
+    "moe_experts with biases": "experts",
 }  # fmt: skip
 """The argument that holds indices."""
 
@@ -135,6 +136,17 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
         *NO_ACTIVATION,
         ("one dtype", lambda gate_up_proj, **rest: {"gate_up_proj": gate_up_proj.double()}),
         ("\\[E, H, I\\]", lambda x, **rest: {"x": x[:, 1:]}),
+    ],
+    "moe_experts with biases": [
+        ("gate_up_proj_bias has .*; expected \\(5, 8\\)", lambda gate_up_proj_bias, **rest: {
+            "gate_up_proj_bias": gate_up_proj_bias[:, 1:]
+        }),
+        ("down_proj_bias torch.float64; outside", lambda down_proj_bias, **rest: {
+            "down_proj_bias": down_proj_bias.double()
+        }),
+        ("no gate", lambda gate_up_proj, gate_up_proj_bias, **rest: {
+            "gate_up_proj": gate_up_proj[:, :4], "gate_up_proj_bias": gate_up_proj_bias[:, :4]
+        }),
     ],
 }  # fmt: skip
 
@@ -275,9 +287,10 @@ def test_ids_out_of_range_of_kernels(device, name, bad):
     if first.dim() == 0:
         assert first.isnan()
     else:
-        first, other = (y.flatten(0, len(right.shape) - 1 if name != "moe_experts" else 0) for y in (first, other))
-        at = 3 if name != "moe_experts" else 3 // right.shape[1]
+        of_experts = name.startswith("moe_experts")
+        first, other = (y.flatten(0, len(right.shape) - 1 if not of_experts else 0) for y in (first, other))
+        at = 3 if not of_experts else 3 // right.shape[1]
         rest = torch.arange(len(first), device=device) != at
         assert first[at].isnan().all()
         # The rows of an expert may be in other rows of its tiles.
-        torch.testing.assert_close(first[rest], other[rest], rtol=1e-6 if name == "moe_experts" else 0, atol=1e-6)
+        torch.testing.assert_close(first[rest], other[rest], rtol=1e-6 if of_experts else 0, atol=1e-6)

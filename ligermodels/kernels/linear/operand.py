@@ -208,8 +208,9 @@ def check(
     """The operands of layers with `width` inputs, checked: their shapes, dtypes and devices fit x [..., K].
 
     Under autocast weight and bias are cast as by F.linear; beside a quantised weight only the bias, to x's dtype. All
-    strides are valid. layers: prefixes of weight and bias in errors. groups: the number E of layers in a group: weights
-    are [E, N, width], biases [E, N], factors [E, r, width] and [E, N, r]. Raises InputError.
+    strides are valid. layers: prefixes of weight and bias in errors, "fc1_" or "gate_up_proj " (gate_up_proj_bias).
+    groups: the number E of layers in a group: weights are [E, N, width], biases [E, N], factors [E, r, width] and
+    [E, N, r]. Raises InputError.
     """
     dtype, device, cast = x.dtype, x.device, autocast_dtype(x)
     changed, dims = None, 3 if groups else 2
@@ -222,7 +223,8 @@ def check(
                 f"{device}; expected [{expected}] there. Are the layers before and after of one intermediate_size?"
             )
         if bias is not None and (bias.shape != shape[:-1] or bias.device != device):
-            raise InputError(f"{where}: {layer}bias has {describe(bias)}; expected {tuple(shape[:-1])} on {device}.")
+            name_of_bias = f"{layer}bias".replace(" ", "_")
+            raise InputError(f"{where}: {name_of_bias} has {describe(bias)}; expected {tuple(shape[:-1])} on {device}.")
         if adapter is not None:
             (*lead, rows, _), a, b = shape, adapter.a, adapter.b
             rank = a.shape[-2] if a.dim() == dims else 0
@@ -237,8 +239,9 @@ def check(
                 continue
         elif cast is None:
             if dtype != weight.dtype or (bias is not None and bias.dtype != dtype):
+                name_of_bias = f"{layer}bias".replace(" ", "_")
                 raise InputError(
-                    f"{where}: {name} is {dtype}, {layer}weight {weight.dtype}, {layer}bias "
+                    f"{where}: {name} is {dtype}, {layer}weight {weight.dtype}, {name_of_bias} "
                     f"{None if bias is None else bias.dtype}; outside torch.autocast they must be one dtype."
                 )
             continue

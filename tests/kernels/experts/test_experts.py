@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_refused(device):
     wrong = {
         "expected both": (x, weights[:3], experts, gate_up, down),
         "expected .T, H., ": (x, weights, experts, gate_up, down._replace(weight=down.weight[:, :, 1:])),
-        "gate_up_proj bias": (x, weights, experts, gate_up._replace(bias=x[0]), down),
+        "gate_up_proj_bias": (x, weights, experts, gate_up._replace(bias=x[0]), down),
         "must be one": (x.double(), weights, experts, gate_up, down),
         "gate_up_proj adapter": (x, weights, experts, gate_up._replace(adapter=Adapter(a[1:], b, scale)), down),
         "and B of": (x, weights, experts, gate_up._replace(adapter=Adapter(a, b[:, :, 1:], scale)), down),
