@@ -86,6 +86,12 @@ def test_norms_have_no_weight_decay():
         (p.dim(), group["weight_decay"], group["betas"]) for group in optimizer.param_groups for p in group["params"]
     }
     assert found == {(2, 0.3, (0.8, 0.9)), (1, 0.0, (0.8, 0.9))} and optimizer.max_grad_norm == 2.0
+    experts = MoE(8, 4, num_experts=2, top_k=1, bias=True)  # whose biases are matrices
+    decayed, others = (
+        group["params"] for group in make_optimizer(options, experts, Processes(torch.device("cpu"))).param_groups
+    )
+    assert [p.shape for p in others] == [p.shape for name, p in experts.named_parameters() if name.endswith("bias")]
+    assert {p.dim() for p in decayed} == {2, 3} and len(decayed) == len(others) == 3
 
 
 @pytest.mark.parametrize(("recipe", "given"), [("sft", {"lora_r": 4}), ("pretrain", {"scratch": True})])

@@ -1,7 +1,7 @@
 """The experts of a mixture: MLPs over the tokens that `route` sends them, with any operands.
 
     y[t] = sum over j of weights[t, j] * down[e] @ h,   h = act(gate) * up,   [gate | up] = gate_up[e] @ x[t],
-    e = experts[t, j];   of experts without a gate h = act(up),   up = gate_up[e] @ x[t];   gpt-oss: see `ClampedSwiGLU`
+    e = experts[t, j];   of experts without a gate h = act(up),   up = gate_up[e] @ x[t];   of gpt-oss: `ClampedSwiGLU`
 
 An operand is a dense weight, or one in few bits, with or without a bias, and with or without an adapter: see `Adapter`.
 
@@ -17,8 +17,8 @@ What differs from a loop over experts:
   dx.
 - Saved: x, or the inputs of the norm before it (`_recompute`), the routing, and gate_up unless it is recomputed, with
   the r numbers scale x A^T of each row; not h or the experts' outputs. Weights in few bits are saved as they are, and
-  dequantised for each matmul. The gradient of a routing weight is <dy @ down, h> of its row: one kernel reads
-  (gate_up, dh), writes d_gate_up, and overwrites dh with weight * h for d_down.
+  dequantised for each matmul. The gradient of a routing weight is <dy @ down, h> + <dy, bias> of its row: one kernel
+  reads (gate_up, dh), writes d_gate_up, and overwrites dh with weight * h for d_down. Biases get sums of rows in fp32.
 - Under activation checkpointing, the second run of a block ends before h, the down projection and the sum: `_Experts`
   saves everything, `_Combine` nothing.
 - Up to 64 tokens without gradients read the dense weights of the chosen experts alone (`_decode.py`), or their bits in
