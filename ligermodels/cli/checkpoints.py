@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ligermodels.checkpoint.files import readable_size
-from ligermodels.cli.arguments import dtype
 from ligermodels.cli.models import check_source
 from ligermodels.cli.output import say
 from ligermodels.errors import HubError, InputError, LigermodelsError, MismatchError
@@ -81,7 +80,12 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "dst", metavar="DST", nargs="?", help="folder to write, or GGUF file for llama.cpp if the name ends in .gguf"
     )
     option("--name", metavar="TEXT", help="name of the model in a GGUF file (that of the repository or folder SRC)")
-    option("--dtype", type=dtype, default="auto", metavar="DTYPE", help="cast to bf16, float32, ... (no cast)")
+    option(
+        "--dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="cast to bf16, float32, ..., or quantise a GGUF file: q8_0, q5_1, q5_0, q4_1, q4_0 (no cast)",
+    )
     option("--max-shard-size", metavar="SIZE", help="of a file, such as 5GB or 500MiB (5GB)")
     option("--adapter", metavar="DIR", help="LoRA adapter to merge into SRC, in PEFT's format")
     option("--revision", **revision)
@@ -119,7 +123,7 @@ def _convert(args: argparse.Namespace) -> int:
 
     names = [field.name for field in dataclasses.fields(Options) if field.name in args]
     options = Options(**{name: getattr(args, name) for name in names})
-    check_options(args.dst, options)
+    check_options(args.src, args.dst, options)
     check_source(args.src)
     from ligermodels.conversion import convert  # and torch
 

@@ -1,6 +1,8 @@
 """The options of a conversion. They are checked before anything is read, and without torch."""
 
 import os
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +15,9 @@ Level = Literal["none", "keys", "bytes"]
 LEVELS: tuple[Level, ...] = ("none", "keys", "bytes")
 KEPT = ("keep", "auto")
 """Names of a dtype that mean no cast."""
+QUANTISED = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+"""Types that the matrices of a GGUF file can be quantised as here."""
+_BY_LLAMA_QUANTIZE = re.compile(r"q[2-6]_k(_[sml])?|iq[1-4]_(xxs|xs|s|m|nl)|tq[12]_0|q2_0|mxfp4_moe")
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Options:
     """Options of `convert`.
 
     name: of the model, for people, in a GGUF file; by default that of its repository or folder (`writer.model_name`).
-    dtype: "keep" or "auto" for no cast, or a name of `dtypes.NAMES`, such as "bf16".
+    dtype: "keep" or "auto" for no cast, a name of `dtypes.NAMES`, such as "bf16", or of QUANTISED for a GGUF file.
     max_shard_size: as in `save_pretrained`, by default "5GB".
     adapter: the folder of a LoRA adapter to merge.
     config: the folder of config.json and tokenizer, for a distributed checkpoint or a state dict without them.
@@ -43,20 +48,29 @@ class Options:
     progress: bool = True
 
 
-def check_options(dst: str | Path | None, options: Options) -> tuple[Path | None, bool]:
+def dtype_of(text: str) -> str:
+    """torch's name of a dtype, or a name of KEPT or QUANTISED. Raises InputError for other names."""
+    return text.lower() if text.lower() in QUANTISED else dtype_name(text, (*KEPT, *QUANTISED))
+
+
+def check_options(src: str | Path, dst: str | Path | None, options: Options) -> tuple[Path | None, bool]:
     """(the folder or GGUF file to write, None for a dry run; whether it is a GGUF file). Raises InputError."""
-    dtype, name = dtype_name(options.dtype, KEPT), str(dst or "")
+    if _BY_LLAMA_QUANTIZE.fullmatch(options.dtype.lower()):
+        raise InputError(_llama_quantize(src, dst, options))
+    dtype, name = dtype_of(options.dtype), str(dst or "")
     if options.verify not in LEVELS:
         raise InputError(f"verify={options.verify!r} is not known; known: {', '.join(LEVELS)}")
-    is_gguf = name.endswith(".gguf")
+    is_gguf = name.endswith(".gguf") or (not name and dtype in QUANTISED)
     if is_gguf and dtype == "float64":
         raise InputError("GGUF files hold no weights in float64; give another dtype")
+    if dtype in QUANTISED and not is_gguf:
+        raise InputError(f"dtype={dtype!r} is for GGUF files, whose names end in .gguf; {dst} is a folder's name")
     if is_gguf and options.max_shard_size is not None:
         raise InputError("max_shard_size is for folders, and GGUF is one file; leave it out")
     if options.name is not None and not is_gguf:
         raise InputError("name is for GGUF files, whose names end in .gguf; leave it out")
     if options.dry_run and not name:
-        return None, False
+        return None, is_gguf
     if not name:
         raise InputError("DST is missing: give the folder or .gguf file to write, or --dry-run to write nothing")
     if name.endswith((".safetensors", ".bin")):
@@ -74,3 +88,23 @@ def check_options(dst: str | Path | None, options: Options) -> tuple[Path | None
     if is_filled and not options.overwrite:
         raise InputError(f"{dst} already exists and is not empty; overwrite=True (--overwrite) saves over it")
     return None if options.dry_run else target, is_gguf
+
+
+def _llama_quantize(src: str | Path, dst: str | Path | None, options: Options) -> str:
+    """The message for a type that llama.cpp's own program writes, with the commands to type."""
+    kind, result = (
+        options.dtype.lower(),
+        str(dst) if str(dst or "").endswith(".gguf") else f"out-{options.dtype.lower()}.gguf",
+    )
+    stem = re.sub(rf"[-._]?{kind}$", "", result.removesuffix(".gguf"), flags=re.IGNORECASE) or "out"
+    half = f"{stem}-f16.gguf"
+    first = ["ligermodels", "convert", str(src), half, "--dtype", "f16"]
+    for option in ("adapter", "config", "name", "revision"):
+        if (value := getattr(options, option)) is not None:
+            first += [f"--{option}", str(value)]
+    second = ["llama-quantize", half, result, kind.upper()]
+    return (
+        f"dtype={options.dtype!r} is written by llama.cpp's llama-quantize, from a file in f16; here are "
+        f"{', '.join(QUANTISED)}.\n"
+        f"  Next: {shlex.join(first)}\n        {shlex.join(second)}"
+    )

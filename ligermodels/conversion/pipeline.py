@@ -12,11 +12,11 @@ import torch
 from tqdm import tqdm
 
 from ligermodels.checkpoint import hub, saving
-from ligermodels.checkpoint.dtypes import dtype_name
+from ligermodels.checkpoint.gguf.output import BLOCK
 from ligermodels.checkpoint.gguf.writer import GgufTarget, model_name
 from ligermodels.conversion.comparison import Report, compare, dtype_counts
 from ligermodels.conversion.layouts import open_source
-from ligermodels.conversion.options import KEPT, Options, check_options
+from ligermodels.conversion.options import KEPT, QUANTISED, Options, check_options, dtype_of
 from ligermodels.conversion.source import View
 from ligermodels.errors import MismatchError
 from ligermodels.text import Tokenizer
@@ -34,12 +34,12 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
     cannot be used, HubError (with `errno`) if the Hub, network, disk or file system refuses.
     """
     options = options or Options()
-    destination, is_gguf = check_options(dst, options)
+    destination, is_gguf = check_options(src, dst, options)
     folder = hub.resolve(src, revision=options.revision, allow_pickle=options.allow_pickle)
     reading = dict(allow_pickle=options.allow_pickle, config=options.config, adapter=options.adapter)
     source = open_source(folder, **reading)  # type: ignore[arg-type]
-    name = dtype_name(options.dtype, KEPT)
-    dtype = None if name in KEPT else getattr(torch, name)
+    name = dtype_of(options.dtype)
+    dtype = None if name in (*KEPT, *QUANTISED) else getattr(torch, name)
     # A GGUF file has no images, and is cast by its writer: norms and biases stay fp32.
     view = View(source, dtype=None if is_gguf else dtype, text_only=is_gguf)
     target, headers = None, view.headers
@@ -47,16 +47,19 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
     write: Callable[[Path], object]
     if is_gguf:
         label = options.name or model_name(src, options.adapter)
-        target = GgufTarget(view, Tokenizer.from_folder, dtype=dtype, name=label)
+        kind = name.upper() if name in QUANTISED else None
+        target = GgufTarget(view, Tokenizer.from_folder, dtype=dtype, quantised=kind, name=label)
         headers, write, details["name"] = target.headers, target.write, target.name
+        if target.kept:
+            details["F16"] = f"{', '.join(target.kept)}: their rows are no multiple of {BLOCK}"
     else:
         size = "5GB" if options.max_shard_size is None else options.max_shard_size
         shards = saving.split_into_shards(view.headers, saving.num_bytes(size))
         tensors = (view.read(name) for names in shards for name in names)
         write, details["files"] = lambda folder: saving.write_shards(folder, headers, tensors, shards), len(shards)
-    nbytes = sum(info.nbytes for info in headers.values())
+    nbytes = sum(info.nbytes for info in headers.values()) if target is None else target.nbytes
     report = Report(str(src), None if dst is None else str(dst), len(headers), nbytes)
-    report.details = details | {"dtypes": dtype_counts(headers)}
+    report.details = details | {"dtypes": dtype_counts(headers, target and target.types)}
     if destination is None:
         return report
     replacing = saving.replacing(destination, nbytes, is_file=target is not None)

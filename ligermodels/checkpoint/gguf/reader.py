@@ -134,10 +134,13 @@ class GgufFile:
             dtype, count = FLOATS[stored.type], math.prod(stored.shape)
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=stored.start).reshape(stored.shape)
         gguf = package()
-        data = np.frombuffer(self._map, np.uint8, self.nbytes(stored), stored.start)
-        rows = data.reshape(math.prod(stored.shape[:-1]), -1)
+        rows = self.bytes_of(stored).reshape(math.prod(stored.shape[:-1]), -1)
         values = gguf.dequantize(rows, gguf.GGMLQuantizationType[stored.type])
         return torch.from_numpy(values).reshape(stored.shape)
+
+    def bytes_of(self, stored: _Stored) -> np.ndarray:
+        """A view of a tensor's bytes in the mapped file, [n] uint8."""
+        return np.frombuffer(self._map, np.uint8, self.nbytes(stored), stored.start)
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(form, self._map, self._at)
