@@ -23,7 +23,7 @@ layouts, detected from the files in a folder:
   Mistral       consolidated*.safetensors and params.json
   GGUF          one .gguf file, or a folder with one; dequantised
   distributed   .metadata and *.distcp; with --config where there is no config.json
-  LoRA adapter  adapter_config.json; for inspect, and for convert BASE DST --adapter DIR
+  LoRA adapter  adapter_config.json; for inspect, for convert BASE DST --adapter DIR, and for convert DIR out.gguf
 
 exit status:
   0    done
@@ -41,7 +41,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     option = shared.add_argument
     option("--allow-pickle", action="store_true", help="also read pickled weights, as plain tensors only")
     option("--json", action="store_true", help="print the report as JSON")
-    option("--config", metavar="DIR", help="folder of config.json and tokenizer, for a distributed checkpoint without")
+    option(
+        "--config",
+        metavar="DIR",
+        help="folder of config.json and tokenizer, for a distributed checkpoint without, or of an adapter's base",
+    )
 
     def command(name: str, run: Callable[[argparse.Namespace], int], **texts: Any) -> argparse.ArgumentParser:
         parser = commands.add_parser(
@@ -86,6 +90,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         metavar="DTYPE",
         help="cast to bf16, float32, ..., or quantise a GGUF file: q8_0, q5_1, q5_0, q4_1, q4_0 (no cast)",
     )
+    option("--modelfile", action="store_true", help="also write a Modelfile for Ollama beside a GGUF file")
     option("--max-shard-size", metavar="SIZE", help="of a file, such as 5GB or 500MiB (5GB)")
     option("--adapter", metavar="DIR", help="LoRA adapter to merge into SRC, in PEFT's format")
     option("--revision", **revision)

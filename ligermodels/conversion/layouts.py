@@ -75,7 +75,8 @@ def open_source(
     if layout == "adapter":
         raise CheckpointError(
             f"{folder} holds an adapter, not a whole model.\n"
-            "  Next: give its base model as SRC, and this folder with --adapter (adapter=...)."
+            "  Next: give its base model as SRC, and this folder with --adapter (adapter=...); or write it alone, to a "
+            "DST that ends in .gguf."
         )
     if config is not None and not takes_config(folder):
         raise InputError(f"--config is for weights without one; {folder} has its own configuration")

@@ -74,7 +74,7 @@ class MergedSource(Source):
         self.source = f"{base.source} + {adapter_folder}"
         self.config = dict(base.config)
         self._embedding = next(name for name in base.headers if name.endswith("embed_tokens.weight"))
-        self._aliases = _aliases(base.model)
+        self._aliases = aliases(base.model)
         on_disk = weights.regions(base.model, base.model.DISK_NAMES)
         self._rearranged = {
             region.source for region in on_disk if region.transposed or (region.order is not None and region.dim)
@@ -225,7 +225,7 @@ class MergedSource(Source):
             self.config["tie_word_embeddings"] = False
 
 
-def _aliases(model: CausalLM) -> dict[str, str]:
+def aliases(model: CausalLM) -> dict[str, str]:
     """{name in memory or in another layout of the architecture: name on disk}."""
 
     def box(region: weights.Region) -> tuple[str, str]:

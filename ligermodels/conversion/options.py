@@ -9,6 +9,7 @@ from typing import Literal
 
 from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.files import absolute, write_errors
+from ligermodels.checkpoint.gguf.modelfile import MARK, NAME
 from ligermodels.errors import InputError
 
 Level = Literal["none", "keys", "bytes"]
@@ -26,9 +27,11 @@ class Options:
 
     name: of the model, for people, in a GGUF file; by default that of its repository or folder (`writer.model_name`).
     dtype: "keep" or "auto" for no cast, a name of `dtypes.NAMES`, such as "bf16", or of QUANTISED for a GGUF file.
+    modelfile: write a Modelfile for Ollama beside a GGUF file.
     max_shard_size: as in `save_pretrained`, by default "5GB".
     adapter: the folder of a LoRA adapter to merge.
-    config: the folder of config.json and tokenizer, for a distributed checkpoint or a state dict without them.
+    config: the folder of config.json and tokenizer, for a distributed checkpoint or a state dict without them; of the
+        base, for a LoRA adapter that becomes a GGUF file, by default the one that it names.
     revision: of a repository. allow_pickle: read pickled weights, as plain tensors.
     verify: the level at which the result is compared with the source before it replaces the destination; see `verify`.
     overwrite: replace weights and files in the destination.
@@ -37,6 +40,7 @@ class Options:
 
     name: str | None = None
     dtype: str = "keep"
+    modelfile: bool = False
     max_shard_size: int | str | None = None
     adapter: str | Path | None = None
     config: str | Path | None = None
@@ -69,6 +73,8 @@ def check_options(src: str | Path, dst: str | Path | None, options: Options) -> 
         raise InputError("max_shard_size is for folders, and GGUF is one file; leave it out")
     if options.name is not None and not is_gguf:
         raise InputError("name is for GGUF files, whose names end in .gguf; leave it out")
+    if options.modelfile and not is_gguf:
+        raise InputError("modelfile is for GGUF files, whose names end in .gguf; leave it out")
     if options.dry_run and not name:
         return None, is_gguf
     if not name:
@@ -87,7 +93,37 @@ def check_options(src: str | Path, dst: str | Path | None, options: Options) -> 
         raise InputError(f"{dst} is a file; give the name of a folder, or of a file that ends in .gguf")
     if is_filled and not options.overwrite:
         raise InputError(f"{dst} already exists and is not empty; overwrite=True (--overwrite) saves over it")
+    if options.modelfile:
+        _check_modelfile(target.parent / NAME, options.overwrite)
     return None if options.dry_run else target, is_gguf
+
+
+def check_adapter_options(options: Options) -> None:
+    """Raises InputError for options that a GGUF file of a LoRA adapter does not have."""
+    if options.dtype.lower() in QUANTISED:
+        raise InputError(f"dtype={options.dtype!r} is for models; the factors of an adapter are fp32, bf16 or fp16")
+    if options.modelfile:
+        raise InputError(
+            "modelfile is for models: Ollama takes no adapters any more.\n"
+            "  Next: merge it: ligermodels convert BASE out.gguf --adapter DIR --modelfile"
+        )
+    if options.adapter is not None:
+        raise InputError("SRC is an adapter, and so is --adapter: give the base as SRC to merge it")
+
+
+def _check_modelfile(path: Path, overwrite: bool) -> None:
+    """Raises InputError where a Modelfile would replace another one."""
+    with write_errors(path):
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            is_ours = file.readline().startswith(MARK.encode())
+    if not is_ours:
+        raise InputError(
+            f"{path} is there, and not of this command: move it, or write the GGUF file into another folder"
+        )
+    if not overwrite:
+        raise InputError(f"{path} already exists; overwrite=True (--overwrite) saves over it")
 
 
 def _llama_quantize(src: str | Path, dst: str | Path | None, options: Options) -> str:

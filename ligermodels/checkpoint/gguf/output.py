@@ -17,6 +17,8 @@ Checked against: gguf 0.19 (quants.py, gguf_writer.py), src/llama-quant.cpp of l
 """
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,8 @@ from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError, InputError
 
 _TYPES = {dtype: name for name, dtype in FLOATS.items()}
+_FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 BLOCK = 32
 """Values of a row that are quantised together."""
 _LARGEST = torch.finfo(torch.float16).max
@@ -57,6 +61,20 @@ class OutTensor:
         gguf = package()
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
         return math.prod(self.shape) // block * int(size)
+
+
+def file_type(tensors: Mapping[str, OutTensor]) -> int:
+    """general.file_type of a file that is not quantised: the type of most bytes of the matrices."""
+    sizes = Counter[str]()
+    for tensor in tensors.values():
+        sizes[tensor.type] += tensor.nbytes * (len(tensor.shape) > 1)
+    return int(package().LlamaFileType[_FILE_TYPES[sizes.most_common(1)[0][0]]])
+
+
+def expert_of(source: str) -> int:
+    """The number of the expert of a tensor with Hugging Face's name; 0 for other tensors."""
+    match = EXPERT.search(source)
+    return int(match[1]) if match else 0
 
 
 class GgufOutput:

@@ -8,7 +8,6 @@ not by the length of the text.
 import os
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from pathlib import Path
@@ -20,13 +19,20 @@ from torch import Tensor
 from ligermodels.checkpoint.gguf.config import FAMILIES, ROPE_TABLES, check, llama3_divisors, metadata_of
 from ligermodels.checkpoint.gguf.gemma4 import tables_of
 from ligermodels.checkpoint.gguf.layout import DELTA_NETS, ONE_MORE, Change, Layout
-from ligermodels.checkpoint.gguf.output import BLOCK, GgufOutput, OutTensor, float_type, quantised_type
+from ligermodels.checkpoint.gguf.output import (
+    BLOCK,
+    EXPERT,
+    GgufOutput,
+    OutTensor,
+    expert_of,
+    file_type,
+    float_type,
+    quantised_type,
+)
 from ligermodels.checkpoint.gguf.reader import package
 from ligermodels.checkpoint.gguf.vocabulary import add_tokenizer
 from ligermodels.errors import ConfigError
 
-_FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _TOWER = "model.visual."
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -58,13 +64,9 @@ class GgufTarget(GgufOutput):
         arch, _ = FAMILIES[config.model_type]
         _warn_of_losses(view, arch)
         tensors = _plan(view, arch, dtype, quantised)
-        sizes = Counter[str]()
-        for tensor in tensors.values():
-            sizes[tensor.type] += tensor.nbytes * (len(tensor.shape) > 1)
-        file_type = f"MOSTLY_{quantised}" if quantised else _FILE_TYPES[sizes.most_common(1)[0][0]]
         writer = gguf.GGUFWriter(None, arch)
         writer.add_type("model")
-        writer.add_file_type(gguf.LlamaFileType[file_type])
+        writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{quantised}"] if quantised else file_type(tensors))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
         add[bool] = writer.add_bool
@@ -99,9 +101,9 @@ def _plan(view: Any, arch: str, dtype: torch.dtype | None, quantised: str | None
             groups.setdefault(place, []).append(source)
     experts = next((n for field in _EXPERT_COUNTS if (n := getattr(config, field, None))), 0)
     for name, group in groups.items():
-        sources = sorted(group, key=_expert)  # a file of safetensors has expert 10 before 2
+        sources = sorted(group, key=expert_of)  # a file of safetensors has expert 10 before 2
         source, infos = sources[0], [view.headers[source] for source in sources]
-        stacked = _EXPERT.search(source) is not None
+        stacked = EXPERT.search(source) is not None
         change, shape = layout.change(source, name), infos[0].shape
         if layout.is_float32(source, shape):
             kind, is_kept = "F32", True
@@ -125,12 +127,6 @@ def _parts(view: Any, sources: list[str], change: Change | None) -> Iterator[Ten
         yield change.write(tensor) if change else tensor
 
 
-def _expert(source: str) -> int:
-    """The number of the expert of a tensor; 0 for other tensors."""
-    match = _EXPERT.search(source)
-    return int(match[1]) if match else 0
-
-
 def _warn_of_losses(view: Any, arch: str) -> None:
     """Warns of what the file cannot hold, except windows (`check`) and NFC (vocabulary.py)."""
     lost = []
@@ -148,7 +144,10 @@ def _warn_of_losses(view: Any, arch: str) -> None:
         lost.append("llama.cpp takes the long or the short frequencies by its context size (-c), not by the text's.")
     settings = [name for name, value in view.generation_config().items() if name in _SAMPLING and value is not None]
     if settings:
-        lost.append(f"GGUF has no place for {', '.join(settings)} of generation_config.json: set them in llama.cpp.")
+        lost.append(
+            f"GGUF has no place for {', '.join(settings)} of generation_config.json: set them in llama.cpp "
+            "(--modelfile writes them for Ollama)."
+        )
     for line in lost:
         warnings.warn(f"{view.source}: {line}", stacklevel=4)
 
