@@ -73,6 +73,8 @@ def compare(tmp_path, base, adapter):
     to_gguf(base, tmp_path / "merged.gguf", adapter=adapter, **quiet)
     report = to_gguf(adapter, tmp_path / "adapter.gguf", verify="bytes", overwrite=True)
     assert report.details["to"] == "gguf adapter" and report.details["name"] == tmp_path.name
+    with pytest.raises(CheckpointError, match="holds a LoRA adapter"):
+        ligermodels.load(tmp_path / "adapter.gguf", progress=False)
     fields, factors = fields_of(tmp_path / "adapter.gguf"), tensors_of(tmp_path / "adapter.gguf")
     found = summed(tensors_of(tmp_path / "base.gguf"), factors, fields["adapter.lora.alpha"])
     merged, plain = tensors_of(tmp_path / "merged.gguf"), tensors_of(tmp_path / "base.gguf")

@@ -1,7 +1,10 @@
 """GGUF, llama.cpp's one file of weights, configuration and tokenizer.
 
 reader      reads a file as a folder in Hugging Face's layout
-writer      writes one
+output      a file that is planned, quantised, written and compared
+writer      plans the file of a model
+adapter     plans that of a LoRA adapter
+modelfile   Ollama's Modelfile beside one
 layout      names of tensors, order of rows, changed values
 config      the metadata and config.json
 gemma4      what of Gemma 4's differs from block to block

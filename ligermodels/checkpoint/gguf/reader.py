@@ -191,6 +191,11 @@ class GgufReader:
 
     def __init__(self, path: Path):
         self.source, self._file = str(path), GgufFile(path)
+        if self._file.metadata.get("general.type") == "adapter":
+            raise CheckpointError(
+                f"{path} holds a LoRA adapter, which llama.cpp adds to the file of its base (--lora).\n"
+                "  Next: here, use the folder that it was converted from."
+            )
         self._metadata = Metadata(self._file.metadata, str(path))
         self._layout = Layout(str(self._metadata.arch), self._metadata.model_type, sizes_of(self._metadata))
         self._stored: dict[str, list[_Stored]] = {}  # the parts of the rows: one, but for a few tensors

@@ -139,7 +139,10 @@ def _warn_of_losses(view: Any, arch: str) -> None:
             "the layer for multi-token prediction (mtp.*) is left out: most builds of llama.cpp read none of it."
         )
     if any(name.startswith(_TOWER) for name in view.headers):
-        lost.append(f"only the text is written: llama.cpp has the vision tower ({_TOWER}*) in another file, mmproj.")
+        lost.append(
+            f"only the text is written: llama.cpp has the vision tower ({_TOWER}*) in another file, mmproj, which its "
+            "convert_hf_to_gguf.py --mmproj writes."
+        )
     if view.model.config.ropes["full"]["rope_type"] == "longrope":
         lost.append("llama.cpp takes the long or the short frequencies by its context size (-c), not by the text's.")
     settings = [name for name, value in view.generation_config().items() if name in _SAMPLING and value is not None]
