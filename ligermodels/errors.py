@@ -6,6 +6,13 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+REPOSITORY = "https://github.com/ligermodels/ligermodels"
+
+
+def page(name: str) -> str:
+    """The address of a page of docs/, which the installed package does not have: page("options.md")."""
+    return f"{REPOSITORY}/blob/main/docs/{name}"
+
 
 class LigermodelsError(Exception):
     """Base of every error that ligermodels raises on purpose."""

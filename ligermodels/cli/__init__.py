@@ -21,7 +21,7 @@ from ligermodels.checkpoint.files import write_errors
 from ligermodels.cli import bench, chat, checkpoints, doctor, evaluate, plan, train
 from ligermodels.cli.arguments import Parser, UsageError
 from ligermodels.cli.output import say, say_error
-from ligermodels.errors import LigermodelsError
+from ligermodels.errors import LigermodelsError, page
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     parser = Parser(
         prog="ligermodels",
         description="Language models built from fused Triton layers.",
-        epilog="`ligermodels COMMAND --help` shows the options of a command.",
+        epilog=f"`ligermodels COMMAND --help` shows the options of a command. Documentation: {page('README.md')}",
     )
     parser.add_argument("--version", action="version", version=f"ligermodels {__version__}")
     commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")

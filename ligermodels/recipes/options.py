@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, page
 from ligermodels.recipes import other_tools
 
 _BOUNDS = {
@@ -327,7 +327,8 @@ def unknown(options: type[TrainOptions], name: str) -> str:
     if (meaning := other_tools.meaning(name)) is not None:
         return f"{options.recipe} has no option {name}; {meaning}"
     near = nearest(name, [flag(field) for field in fields_of(options)])
-    advice = f"did you mean {near}?" if near else f"`ligermodels train {options.recipe} --help` lists all"
+    every = f"`ligermodels train {options.recipe} --help` lists all, and {page('options.md')} those of other tools"
+    advice = f"did you mean {near}?" if near else every
     return f"{options.recipe} has no option {name}; {advice}"
 
 
