@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--recompute", default="none", help="none, mlp or block: see docs/training.md")
+    parser.add_argument("--recompute", default="none", help="none, mlp or block: see docs/training/memory.md")
     parser.add_argument(
         "--bf16", action="store_true", help="weights in bf16, stepped in the backward; no micro-batches"
     )

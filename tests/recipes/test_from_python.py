@@ -175,8 +175,8 @@ def test_a_model_in_memory_that_cannot_be_trained_so(home, tmp_path):
 
 
 def test_the_page_runs(home, tmp_path, monkeypatch):
-    """The first block of docs/training.md, on a tiny model; it learns."""
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    """The first block of docs/training/start.md, on a tiny model; it learns."""
+    page = (Path(__file__).parents[2] / "docs" / "training" / "start.md").read_text()
     code = re.search(r"## From Python.*?```python\n(.*?)```", page, re.DOTALL)[1]
     monkeypatch.chdir(tmp_path)
     variables = {}

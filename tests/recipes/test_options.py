@@ -204,7 +204,7 @@ def test_choices_are_those_of_the_losses():
 
 
 def test_the_documentation_says_which_options_a_resumed_run_may_change():
-    text = re.search(r"may change (.*?)\.", (DOCS / "training.md").read_text().replace("\n", " "))[1]
+    text = re.search(r"may change (.*?)\.", (DOCS / "training" / "runs.md").read_text().replace("\n", " "))[1]
     found = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)`", text)}
     fields = {name: field for recipe in RECIPES for name, field in fields_of(find(recipe).Options).items()}
     free = {name for name, field in fields.items() if not field.metadata["fixed_on_resume"]}

