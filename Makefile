@@ -23,7 +23,7 @@ test-all: .venv/tools docs dist
 
 # The site of docs/, in site/. A link to nothing fails it.
 docs: .venv/docs
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # sdist and wheel, in dist/: their contents and metadata are checked, and the wheel runs its demo elsewhere. The list of
 # files of an earlier build, in *.egg-info, would add to the contents.
