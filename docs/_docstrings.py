@@ -9,7 +9,7 @@ _DEFINITION = re.compile(r"^(\w[\w, ]*|\*\*?\w+): ")
 
 
 class Docstrings(Extension):
-    """Paragraphs whose lines at the margin all start with `name: ` are lists of definitions.
+    """Makes lists of lines at the margin that start with `name: `, and a section of what follows "Options:".
 
     And folders without `__init__.py` are packages, also where the package above exports a function of the same name, as
     kernels/ does `attention`.
@@ -23,15 +23,21 @@ class Docstrings(Extension):
 
     def on_instance(self, *, obj, **others):
         if obj.docstring is not None:
-            obj.docstring.value = "\n\n".join(map(_listed, re.split(r"\n\s*\n", obj.docstring.value)))
+            text = re.sub(r"^Options:$", "Keyword Args:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = "\n\n".join(map(_listed, re.split(r"\n\s*\n", text)))
 
 
 def _listed(paragraph: str) -> str:
+    """A line is a definition where an indented line follows it, or where all lines at the margin look like one."""
     lines = paragraph.split("\n")
-    heads = [line for line in lines if not line.startswith(" ")]
-    continued = [line for line in lines if line.startswith("    ")]
-    if len(heads) + len(continued) != len(lines) or (not continued and len(heads) < 2):
-        return paragraph
-    if not all(map(_DEFINITION.match, heads)):
-        return paragraph
-    return "\n".join(line if line.startswith(" ") else _DEFINITION.sub(r"- **\1**: ", line) for line in lines)
+    margin = [line for line in lines if not line.startswith(" ")]
+    every = len(margin) > 1 and all(map(_DEFINITION.match, margin))
+    listed, inside = [], False
+    for line, next_line in zip(lines, [*lines[1:], ""], strict=True):
+        if _DEFINITION.match(line) and (every or next_line.startswith("    ")):
+            listed += [""] * (not inside) + [_DEFINITION.sub(r"- **\1**: ", line)]
+            inside = True
+        else:
+            inside = inside and line.startswith("    ")
+            listed += [""] * (bool(listed) and listed[-1].startswith(("- **", "    ")) and not inside) + [line]
+    return "\n".join(listed)
