@@ -2,8 +2,8 @@
 
     python -m tests.package dist
 
-The wheel is installed into a new environment. Its dependencies, and theirs, are links to those of this environment: nothing
-is downloaded, and a file or a dependency that is not declared is missing there.
+The wheel is installed into a new environment. Its dependencies, and theirs, are links to those of this environment:
+nothing is downloaded, and a file or a dependency that is not declared is missing there.
 """
 
 import importlib.metadata

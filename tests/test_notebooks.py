@@ -1,25 +1,21 @@
 """The notebooks of examples/, run as Jupyter would."""
 
-from pathlib import Path
-
 import pytest
 
-nbformat = pytest.importorskip("nbformat")
-nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def executed(name, monkeypatch, *last):
-    """The notebook with its outputs, after further lines of code."""
-    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
-    assert all(not cell.get("outputs") for cell in notebook.cells), "notebooks are stored without outputs"
-    notebook.cells += [nbformat.v4.new_code_cell(line) for line in last]
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(EXAMPLES)}})
-    return client.execute()
+    """The notebook, run again: cells have outputs of the kinds that are stored in its file, and none is an error."""
+    from tests import notebooks
+
+    for variable, value in notebooks.ON_CPU.items():
+        monkeypatch.setenv(variable, value)
+    notebook = notebooks.executed(name, *last)
+    for before, now in zip(notebooks.stored(name).cells, notebook.cells, strict=False):
+        assert notebooks.pieces(before) == notebooks.pieces(now), "store its outputs: python -m tests.notebooks"
+    return notebook
 
 
 def drawn(notebook):
@@ -32,6 +28,10 @@ def drawn(notebook):
     return [page for page in pages if "<svg" in page], streams
 
 
+def pictures(notebook):
+    return sum("image/png" in output.get("data", ()) for cell in notebook.cells for output in cell.get("outputs", ()))
+
+
 def value_of(cell):
     return next(output.data["text/plain"] for output in cell.outputs if output.output_type == "execute_result")
 
@@ -41,6 +41,7 @@ def test_chats_are_tuned_in_a_notebook(monkeypatch):
     notebook = executed("tune_chats", monkeypatch, "losses[-1] < 0.1", "said", "now")
     pages, streams = drawn(notebook)
     assert [value_of(cell) for cell in notebook.cells[-3:]] == ["True", "'I am Pip.'", "'Arr, Pip!'"]
+    assert pictures(notebook) == 1
     assert len(pages) == 2 and 'value="60" max="60"' in pages[0] and "eval loss" in pages[0]
     assert "step 60/60: loss" in pages[0] and "step 60/60" not in streams["stdout"]
     assert "[I am Pip.<|im_end|>" in streams["stdout"] and "ligermodels chat" in streams["stdout"]
@@ -51,4 +52,4 @@ def test_chats_are_tuned_in_a_notebook(monkeypatch):
 def test_a_hybrid_is_composed_in_a_notebook(monkeypatch):
     notebook = executed("compose_hybrid", monkeypatch, "losses[0] > 5 and losses[-1] < 3.2", "same")
     assert [value_of(cell) for cell in notebook.cells[-2:]] == ["True", "True"]
-    assert len(drawn(notebook)[0]) == 1
+    assert len(drawn(notebook)[0]) == 1 and pictures(notebook) == 1

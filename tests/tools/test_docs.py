@@ -1,4 +1,4 @@
-"""The Python of docs/tools.md and docs/training/memory.md runs as it is printed, on a tiny folder in place of the repositories on the Hub."""
+"""The Python of docs/tools.md and docs/training/memory.md runs as printed, on a tiny folder in place of the Hub's."""
 
 import re
 from pathlib import Path

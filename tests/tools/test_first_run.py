@@ -1,4 +1,4 @@
-"""The first commands of docs/training/start.md, as they are printed: a released model learns its new name on the CPU."""
+"""The first commands of docs/training/start.md, as printed: a released model learns its new name on the CPU."""
 
 import os
 import re
