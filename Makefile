@@ -34,7 +34,7 @@ dist: .venv/dist
 
 check: lint test
 
-lint: .venv/dev
+lint: .venv/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -82,8 +82,8 @@ bench:
 	$(PIP) --group dist
 	touch $@
 
-.venv/dev: .venv/test
-	$(PIP) --group dev
+.venv/lint: .venv/test
+	$(PIP) --group lint
 	touch $@
 
 clean:
