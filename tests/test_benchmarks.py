@@ -8,9 +8,11 @@ import os
 import re
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels
@@ -18,6 +20,7 @@ from benchmarks import decode, distributed, harness, kernels as kernel_benchmark
 from benchmarks.train_cases import CASES, MODELS, ours
 from ligermodels.generation import graphs
 from ligermodels.training import lora
+from tests.parallel.ranks import results_of_ranks
 
 RESULTS = sorted((harness.ROOT / "benchmarks" / "results").rglob("*.json"))
 PARAMETERS = {
@@ -40,6 +43,30 @@ def in_this_process(monkeypatch):
             return importlib.import_module(f"benchmarks.{module}").work(json.loads(json.dumps(job)))
         except Exception as error:
             return {"note": harness.summary(error)}
+
+    monkeypatch.setattr(harness, "spawn", spawn)
+
+
+@pytest.fixture
+def in_forks(monkeypatch, tmp_path):
+    """Ranks are forks of this process, which import nothing again."""
+
+    def spawn(module, job, timeout, ranks):
+        def work():
+            torch.set_num_threads(1)
+            rows = {}
+            with (
+                mock.patch.object(harness, "report", rows.update),
+                mock.patch.object(dist, "destroy_process_group"),  # the ranks do that themselves
+                mock.patch("faulthandler.dump_traceback_later"),  # it is pytest's
+                mock.patch("faulthandler.cancel_dump_traceback_later"),
+            ):
+                rows |= importlib.import_module(f"benchmarks.{module}").work(job) or {}
+            return rows
+
+        folder = tmp_path / f"ranks-{len(list(tmp_path.glob('ranks-*')))}"
+        folder.mkdir()
+        return results_of_ranks(folder, work, ranks, seconds=timeout)[0]
 
     monkeypatch.setattr(harness, "spawn", spawn)
 
@@ -268,8 +295,6 @@ def test_loading_is_measured_and_wrong_weights_get_no_figures(monkeypatch, run, 
     ("module", "arguments"),
     [
         (load, "--gpus 2 --runs 1"),
-        (load, "--gpus 2 --runs 1 --mesh dp_shard --save"),
-        (distributed, "--cases|8B 2 x 4096|8B 1 x 8192, tp|1B 1 x 262144, cp"),
         (decode, "--models llama-3.2-1b --rollout 2x2x8+8"),
         (quantized, "--rows 1,3 --kinds int8,fp8"),
     ],
@@ -278,8 +303,22 @@ def test_loading_is_measured_and_wrong_weights_get_no_figures(monkeypatch, run, 
 def test_several_ranks_rollouts_and_quantised_matmuls_are_measured(module, arguments, run):
     if "--rollout" in arguments:
         pytest.importorskip("trl")
-    code, record, _ = run(module, *arguments.split("|" if "|" in arguments else None))
+    code, record, _ = run(module, *arguments.split())
     assert code == 0 and not any("note" in row for row in record.get("rows", record.get("matmuls")))
+
+
+@slow
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (load, ["--gpus", "2", "--runs", "1", "--mesh", "dp_shard", "--save"]),
+        (distributed, ["--cases", "8B 2 x 4096", "8B 1 x 8192, tp", "1B 1 x 262144, cp"]),
+    ],
+    ids=["load", "distributed"],
+)
+def test_more_of_several_ranks_is_measured(module, arguments, run, in_forks):
+    code, record, _ = run(module, *arguments)
+    assert code == 0 and not any("note" in row for row in record["rows"])
 
 
 def test_sides_that_train_differently_get_no_figures(monkeypatch, run):

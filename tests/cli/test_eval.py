@@ -1,5 +1,6 @@
 """`ligermodels eval`: the scores of transformers' own model on tasks of a file, and what is refused. No network."""
 
+import importlib
 import importlib.util
 import json
 
@@ -46,6 +47,27 @@ doc_to_target: "{{question}}"
 metric_list:
   - metric: word_perplexity
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_index_of_tasks():
+    """lm-eval reads some thousand files of tasks for each of its managers, which takes 5 s; here once."""
+    index = importlib.import_module("lm_eval.tasks._index").TaskIndex
+    built, build = {}, index.build
+
+    def build_once(paths, **options):
+        found = {}
+        for root in paths:
+            if "lm_eval" not in root.parts:
+                found |= build([root], **options)
+            elif root not in built:
+                built[root] = build([root], **options)
+            found |= built.get(root, {})
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "build", staticmethod(build_once))
+        yield
 
 
 @pytest.fixture(scope="module")

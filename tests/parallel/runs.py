@@ -594,5 +594,10 @@ def run(size, folder, jobs):
                 raise
         return found
 
+    for _, check, options in jobs:
+        if check in ("gradients", "accumulated", "headless", "mixed"):
+            whole(
+                options["family"], options.get("kind", "plain"), options.get("trained", "")
+            )  # once, and not by each rank
     found = results_of_ranks(folder, work, size, seconds=1800)
     return {name: [one[name] for one in found] for name, _, _ in jobs}

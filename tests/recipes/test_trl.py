@@ -99,15 +99,18 @@ def rows_in_order(options):
 REWARDS = {"reward_chosen": "rewards/chosen", "reward_margin": "rewards/margins"}
 WEIGHTS = {"desirable_weight": 1.2, "undesirable_weight": 0.8}
 SMOOTHED = {"loss_type": ["robust"], "label_smoothing": 0.1}
+FEWER = {"max_steps": 20}
 ORPO, CPO = "trl.experimental.orpo.ORPO", "trl.experimental.cpo.CPO"
 RUNS = [  # recipe, data, TRL's trainer, our options, its options, metrics: ours and its
-    *(("dpo", data, "trl.DPO", {}, {}, REWARDS) for data in ("chats", "implicit", "texts")),
-    ("dpo", "chats", "trl.DPO", {"max_length": 30}, {}, {}),  # what is too long is cut
-    ("dpo", "chats", "trl.DPO", {"loss_type": "ipo", "beta": 1.0}, {"loss_type": ["ipo"], "beta": 1.0}, {}),
-    ("dpo", "chats", "trl.DPO", {"loss_type": "sigmoid_norm", "beta": 2.0},
+    ("dpo", "chats", "trl.DPO", {}, {}, REWARDS),
+    *(("dpo", data, "trl.DPO", FEWER, {}, REWARDS) for data in ("implicit", "texts")),
+    ("dpo", "chats", "trl.DPO", {"max_length": 30, **FEWER}, {}, {}),  # what is too long is cut
+    ("dpo", "chats", "trl.DPO", {"loss_type": "ipo", "beta": 1.0, **FEWER}, {"loss_type": ["ipo"], "beta": 1.0}, {}),
+    ("dpo", "chats", "trl.DPO", {"loss_type": "sigmoid_norm", "beta": 2.0, **FEWER},
      {"loss_type": ["sigmoid_norm"], "beta": 2.0}, {}),
-    ("dpo", "chats", "trl.DPO", {**SMOOTHED, "loss_type": "robust", "max_steps": 20}, SMOOTHED, {}),
-    ("dpo", "chats", "trl.DPO", {"sft_weight": 0.3}, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}, {}),
+    ("dpo", "chats", "trl.DPO", {**SMOOTHED, "loss_type": "robust", **FEWER}, SMOOTHED, {}),
+    ("dpo", "chats", "trl.DPO", {"sft_weight": 0.3, **FEWER},
+     {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}, {}),
     ("kto", "single", "trl.KTO", WEIGHTS, WEIGHTS, {"kl": "kl"}),
     # one step of texts, since these trainers tokenise chats otherwise
     ("orpo", "texts", ORPO, {"max_steps": 1}, {}, {}),
