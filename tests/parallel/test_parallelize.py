@@ -67,10 +67,6 @@ def all_families(*splits, **options):
     ]  # fmt: skip
 
 
-REPLICATED_FAMILIES = ("llama", "mixtral_fp32", "qwen3_5_mtp", "qwen2_vl", "mllama", "gemma4", "toy")
-"""Copies of a sharded model differ from sharding alone in FSDP2's mesh, which knows units: blocks of every kind, tied
-weights, layers in fp32, towers, another layer behind the last."""
-
 QUICK = [
     gradients("llama", "fsdp2"),
     gradients("llama", "tp2", recompute="block"),
@@ -167,12 +163,7 @@ TWO = [
 ]  # fmt: skip
 TWO = [one for one in TWO if one not in QUICK]
 FOUR = [
-    *all_families("tp2-fsdp2", "cp2-fsdp2", "cp2-tp2", "tp4", "cp4"),
-    *(
-        gradients(family, split, **IMAGES.get(family, {}))
-        for family in REPLICATED_FAMILIES
-        for split in ("hsdp2-fsdp2", "cp2-hsdp2")
-    ),
+    *all_families("tp2-fsdp2", "cp2-fsdp2", "cp2-tp2", "tp4", "cp4", "hsdp2-fsdp2", "cp2-hsdp2"),
     *(gradients(family, "cp2-tp2", kind=kind) for family in ("mixtral", "qwen3_5") for kind in KINDS),
     gradients("gemma2", "cp2-tp2", recompute="block"),
     gradients("llama", "hsdp2-fsdp2", kind="few"),
