@@ -68,7 +68,7 @@ def _dequantized(name: str, blocks: TensorInfo | None, scales: TensorInfo | None
 class MXFP4Reader:
     """A `weights.Reader` of another one, with its weights in 4 bits as [E, K, N] in bf16, which is exact.
 
-    packed: {name: (name of its blocks, of its scales)}. types: {name: "MXFP4"}. device: where they are dequantised.
+    packed: {name: (name of its blocks, of its scales)}. types: {name: "MXFP4"}, and those of a GGUF file. device: where they are dequantised.
     Raises CheckpointError for blocks and scales that do not fit.
     """
 
@@ -76,7 +76,8 @@ class MXFP4Reader:
         self._reader, self._device = reader, device or torch.device("cpu")
         self.source, self.is_mapped = reader.source, reader.is_mapped
         self.headers, self.packed = dequantized_headers(reader.headers, reader.source)
-        self.types = dict.fromkeys(self.packed, "MXFP4")
+        types = getattr(reader, "types", {})  # of a GGUF file
+        self.types = {n: types[n] for n in self.headers if n in types} | dict.fromkeys(self.packed, "MXFP4")
 
     def weight(self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> MXFP4Weight:
         """The weight [E, N, K] in 4 bits, in memory on the device. dtype: that it stands for. Raises CheckpointError

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from ligermodels.checkpoint import mxfp4, reading
@@ -24,6 +25,7 @@ from ligermodels.conversion.merging import MergedSource
 from ligermodels.conversion.original import PARAMS, MetaSource, MistralSource
 from ligermodels.conversion.source import Source, View
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.kernels.linear.mxfp4 import MXFP4Weight
 
 Layout = Literal["folder", "gguf", "meta", "mistral", "dcp", "adapter"]
 LAYOUTS: dict[Layout, str] = {
@@ -110,7 +112,7 @@ class FolderSource(Source):
     """A folder with config.json and safetensors or pickles, or the folder that `gguf.reader` makes of a GGUF file.
 
     config_folder: has config.json and the tokenizer, if `folder` has a trainer's state dict alone.
-    A checkpoint in MXFP4 is read dequantised, in bf16.
+    A checkpoint in MXFP4 is read dequantised, in bf16, but by `read_packed`.
     is_pickled: whether the weights are pickles. types: {tensor: its type in a GGUF file}, {} for other files.
     Raises CheckpointError.
     """
@@ -124,11 +126,16 @@ class FolderSource(Source):
         self.is_pickled = getattr(self._reader, "single", None) == PICKLES
         if mxfp4.is_mxfp4(config):
             self._reader = mxfp4.MXFP4Reader(self._reader)
+            self.packed = self._reader.packed
         self.source, self.headers = self._reader.source, self._reader.headers
         self.types: dict[str, str] = getattr(self._reader, "types", {})
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)
+
+    def read_packed(self, name: str) -> MXFP4Weight:
+        weight: MXFP4Weight = self._reader.weight(name, torch.device("cpu"))
+        return weight
 
     def files(self) -> dict[str, bytes | Path]:
         files = config_files(self._config_folder, "original/tokenizer.model")

@@ -26,6 +26,7 @@ from ligermodels.checkpoint.files import companion_files, json_bytes
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.conversion.source import Source, View
 from ligermodels.errors import CheckpointError
+from ligermodels.kernels.linear.mxfp4 import MXFP4Weight
 
 _HEAD = "lm_head.weight"
 _ROWS = 1024
@@ -85,6 +86,7 @@ class MergedSource(Source):
             self._add(name, patch)
         self.headers: dict[str, TensorInfo] = dict(base.headers)
         self._untie()
+        self.packed = [name for name in base.packed if name not in self._patches]
         for name, patch in self._patches.items():
             info = self.headers[name]
             grows = patch.lora_a is None and name in (self._embedding, _HEAD) and patch.shape[1:] == info.shape[1:]
@@ -120,6 +122,9 @@ class MergedSource(Source):
             if before.isfinite().all():
                 self._check_finite(name, after)
         return merged
+
+    def read_packed(self, name: str) -> MXFP4Weight:
+        return self.base.read_packed(name)
 
     def _fail(self, what: str, likely: str) -> NoReturn:
         raise CheckpointError(f"{self.folder} cannot be merged into {self.base.source}: {what}.\n  Likely: {likely}.")

@@ -1,6 +1,6 @@
 """An open checkpoint of any layout under Hugging Face's names (`Source`), and checked against its model (`View`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.files import json_bytes, lenient_json
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError, ConfigError, MismatchError, config_of
+from ligermodels.kernels.linear.mxfp4 import MXFP4Weight
 
 
 class Source:
@@ -20,9 +21,11 @@ class Source:
 
     source: the path, for messages. headers: {tensor: dtype and shape}, known without reading it.
     config: the contents of config.json.
+    packed: weights of experts that are in MXFP4 in the file; their headers and `read` have them dequantised.
     of_memory: with the names of the model in memory, rows are in the order of memory, too.
     """
 
+    packed: Collection[str] = ()
     of_memory: bool = False
     source: str
     headers: Mapping[str, TensorInfo]
@@ -30,6 +33,11 @@ class Source:
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, mapped from the file where that is possible. It must not be written to."""
+        raise NotImplementedError
+
+    def read_packed(self, name: str) -> MXFP4Weight:
+        """One of `packed` as it is in the file, [E, N, K] with the rows of the file, on the CPU. Raises
+        CheckpointError for scales that are NaN."""
         raise NotImplementedError
 
     def files(self) -> dict[str, bytes | Path]:
@@ -59,6 +67,7 @@ class View(Source):
         headers = dict(self._renamed.headers)
         self._carried = [name for name in origin.headers if self.model.carries(name)]
         headers |= {name: origin.headers[name] for name in self._carried}
+        self.packed = [name for name in origin.packed if name in headers]
         exact = self.model.names_in_fp32(self.model.DISK_NAMES) if dtype in (torch.bfloat16, torch.float16) else ()
         self.headers = {
             name: TensorInfo(info.dtype if dtype is None or name in exact else dtype, info.shape)
@@ -73,6 +82,11 @@ class View(Source):
         tensor = reader.read(name).to(self.headers[name].dtype)
         self.on_read(tensor.nbytes)
         return tensor
+
+    def read_packed(self, name: str) -> MXFP4Weight:
+        weight = self.origin.read_packed(name)
+        self.on_read(self.headers[name].nbytes)
+        return weight
 
     def files(self) -> dict[str, bytes | Path]:
         """The files of the source and a config.json: its own, byte for byte, unless the dtype changes."""

@@ -8,6 +8,7 @@ modelfile   Ollama's Modelfile beside one
 layout      names of tensors, order of rows, changed values
 config      the metadata and config.json
 gemma4      what of Gemma 4's differs from block to block
+gpt_oss     experts in MXFP4, and what else is gpt-oss's alone
 tokenizer   the tokenizer in the metadata, as files of a folder
 vocabulary  a tokenizer as metadata
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ligermodels.checkpoint.gguf import gemma4
+from ligermodels.checkpoint.gguf import gemma4, gpt_oss
 from ligermodels.checkpoint.gguf.layout import DELTA_NETS
 from ligermodels.checkpoint.gguf.tokenizer import token_ids
 from ligermodels.checkpoint.weights import TensorInfo
@@ -26,7 +26,7 @@ FAMILIES = {
     "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU), "qwen3_moe": ("qwen3moe", _SILU),
     "qwen3_next": ("qwen3next", _SILU), "qwen3_5_text": ("qwen35", _SILU), "qwen3_5_moe_text": ("qwen35moe", _SILU),
     "phi3": ("phi3", _SILU), "glm4_moe": ("glm4moe", _SILU), "qwen3_vl": ("qwen3vl", _SILU),
-    "qwen3_vl_moe": ("qwen3vlmoe", _SILU),
+    "qwen3_vl_moe": ("qwen3vlmoe", _SILU), "gpt_oss": ("gpt-oss", _SILU),
 }  # fmt: skip
 """{model_type: (llama.cpp's architecture, the names of the activation that llama.cpp computes)}."""
 
@@ -61,6 +61,7 @@ _KEYS_OF = {
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": _SHARED_EXPERT,
     "qwen3_next": _SHARED_EXPERT,
+    "gpt_oss": gpt_oss.KEYS,
     "glm4_moe": {
         "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
@@ -76,6 +77,7 @@ _ARCHITECTURES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _FRACTIONS = (*_CAPS, "expert_weights_scale")
@@ -89,6 +91,8 @@ _WIDE_HEADS = {"gemma2": 46, "gemma3_text": 62}
 _LOCAL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 """Of Gemma 3's sliding layers; no file says it."""
 _QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
+_OWN_ROPE = ("gemma4_text", "gpt_oss")
+"""Families whose files gemma4.py and gpt_oss.py read."""
 _AHEAD = {
     **dict.fromkeys((*_QWEN3_5, "qwen3_next"), "mtp_num_hidden_layers"), "glm4_moe": "num_nextn_predict_layers",
 }  # fmt: skip
@@ -177,6 +181,7 @@ def sizes_of(metadata: Metadata) -> dict[str, Any]:
         "qwen3_moe",
         "qwen3_next",
         "qwen3_5_moe_text",
+        "gpt_oss",
     ):  # of dense blocks, which llama.cpp does not compute
         defaults["feed_forward_length"] = metadata.required("expert_feed_forward_length")
     fields = {field: metadata.required(key, defaults.get(key)) for key, field in keys.items()}
@@ -213,7 +218,7 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
         **fields,
         "hidden_act": activation,
         "rope_theta": float(metadata.get("rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(metadata, tables, head_dim) if model_type != "gemma4_text" else None,
+        "rope_scaling": _rope_scaling(metadata, tables, head_dim) if model_type not in _OWN_ROPE else None,
         "tie_word_embeddings": "lm_head.weight" not in headers,
         **token_ids(metadata.values, only_eos=True),
         "dtype": dtype,
@@ -221,6 +226,8 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
     }
     window = metadata.get("attention.sliding_window") or None
     rotated = metadata.get("rope.dimension_count", head_dim)
+    if model_type == "gpt_oss":
+        config["rope_scaling"] = gpt_oss.rope_of(metadata)
     if model_type in ("llama", "qwen3"):
         config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in headers
     if model_type == "llama":
@@ -264,7 +271,7 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
         config["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
         raise ConfigError(f"{where} rotates {rotated} of a head's {head_dim} dimensions, which a {model_type} does not")
-    if model_type in ("mistral", "mixtral", "gemma2", "gemma3_text", "gemma4_text", "phi3"):
+    if model_type in ("mistral", "mixtral", "gemma2", "gemma3_text", "gemma4_text", "phi3", "gpt_oss"):
         config["sliding_window"] = window
     elif window is not None:
         raise ConfigError(f"{where} has a window of {window}, and does not say which layers of a {model_type} have it")
@@ -379,6 +386,8 @@ def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | fl
         metadata["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
         metadata["rope.scaling.yarn_beta_fast"] = float(rope.get("beta_fast") or 32)
         metadata["rope.scaling.yarn_beta_slow"] = float(rope.get("beta_slow") or 1)
+        if kind == "gpt_oss" and rope.get("truncate", True):
+            metadata[gpt_oss.TRUNCATE] = True
     if rope["rope_type"] == "llama3":
         usual = {**_LLAMA3, "factor": np.float32(max(llama3_divisors(rope, rotary.dim)))}
         numbers = {"factor": float(rope["factor"]), **{name: type(x)(rope[name]) for name, x in _LLAMA3.items()}}
@@ -424,6 +433,7 @@ def check(model: Any, where: str) -> None:
         if c.layer_types != ["full_attention" if i % 2 else "sliding_attention" for i in layers]:
             odd.append("layer_types other than sliding, full, sliding, full, ...")
     odd += gemma4.odd(c) if arch == "gemma4" else []
+    odd += gpt_oss.odd(c) if arch == "gpt-oss" else []
     if arch in DELTA_NETS:
         if c.linear_value_head_dim != c.linear_key_head_dim:
             odd.append(f"linear_value_head_dim {c.linear_value_head_dim} (it takes {c.linear_key_head_dim}, the key's)")
@@ -444,7 +454,7 @@ def check(model: Any, where: str) -> None:
             f"{where}: llama.cpp does not compute {'; '.join(odd)} of a {c.model_type}.\n  Next: keep another layout."
         )
     windows = [window for i in layers if (window := c.window(i)) is not None]
-    if windows and arch not in ("gemma2", "gemma3", "gemma4") and min(windows) < c.max_position_embeddings:
+    if windows and arch not in ("gemma2", "gemma3", "gemma4", "gpt-oss") and min(windows) < c.max_position_embeddings:
         warnings.warn(
             f"{where}: llama.cpp ignores the window of {min(windows)} tokens of a {c.model_type}: its output differs "
             "for longer texts. Run it with a context of that size (-c) where this matters.",
@@ -466,7 +476,7 @@ def _odd_rope(config: Any, rotary: Any, arch: str) -> list[str]:
     if kind != "yarn":
         return []
     usual = 1.0 + 0.1 * math.log(max(1.0, _factor(config)))
-    odd = ["rope_type yarn with truncate false"] * ("truncate" in rope and not rope["truncate"])
+    odd = ["rope_type yarn with truncate false"] * (arch != "gpt-oss" and not rope.get("truncate", True))
     return odd + [f"rope_type yarn with attention_factor {scaling:.6g}"] * (abs(scaling - usual) > 1e-6)
 
 

@@ -13,7 +13,8 @@
   matrices is.
 - The experts of a layer are stacked: ffn_gate_exps, ffn_up_exps and ffn_down_exps [experts, rows, columns]. Files may
   have ffn_gate_up_exps, with the rows of both, which is read, and those of Gemma 4 always do.
-- Hugging Face's stacked experts of Qwen3-VL are transposed.
+- Hugging Face's stacked experts of Qwen3-VL and gpt-oss are transposed. In gpt-oss's gate_up_proj and its bias, gate
+  and up take turns; the file has the two apart.
 - The gate of Qwen3.5's shared expert is a vector instead of [1, hidden_size].
 - The layers for multi-token prediction follow the others as further blk.N; so they do in GLM-4.5's files, and in those
   of Qwen3.5 they are mtp.layers. llama.cpp's converter leaves out Qwen3-Next's.
@@ -90,6 +91,10 @@ _OF_FAMILY: dict[str, Mapping[str, str | None]] = {
         "post_ffw_norm_2": "post_feedforward_layernorm_2", "ffn_gate_inp": "router.proj", "ffn_gate_exps": None,
         "ffn_down_exps": None, "ffn_up_exps": None,
     },
+    "gpt_oss": {
+        "ffn_norm": None, "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
+        "ffn_gate_exps": None, "ffn_up_exps": None, "ffn_down_exps": None,
+    },
     "glm4_moe": {
         **_EXPERTS, "ffn_norm": None, "post_attention_norm": "post_attention_layernorm",
         "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
@@ -112,16 +117,26 @@ _WHOLE = {
         "ffn_gate_up_exps.weight": "experts.gate_up_proj", "ffn_down_exps.weight": "experts.down_proj",
         "ffn_down_exps.scale": "router.per_expert_scale",
     },
+    "gpt_oss": {
+        "attn_sinks.weight": "self_attn.sinks", "ffn_down_exps.weight": "mlp.experts.down_proj",
+        "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+    },
 }  # fmt: skip
 """{llama.cpp's name of a tensor: Hugging Face's}, of all models and of single ones."""
 _STACKED = {"mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.down_proj": ("ffn_down_exps",)}
 """{Hugging Face's name of stacked experts: llama.cpp's names of their parts, in the order of the rows}."""
 _QKVZ = "linear_attn.in_proj_qkvz.weight"
-_PARTS = {"qwen3_next": {_QKVZ: ("attn_qkv.weight", "attn_gate.weight")}}
+_PARTS = {
+    "qwen3_next": {_QKVZ: ("attn_qkv.weight", "attn_gate.weight")},
+    "gpt_oss": {
+        "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+        "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    },
+}
 """{Hugging Face's name: llama.cpp's names of the parts of its rows}."""
 _FLOAT32 = (
     "block_sparse_moe.gate.weight", "mlp.gate.weight", "mlp.shared_expert_gate.weight", "router.proj.weight",
-    "conv1d.weight",
+    "conv1d.weight", "mlp.router.weight", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias",
 )  # fmt: skip
 
 
@@ -156,7 +171,7 @@ class Layout:
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+)", theirs)
         assert match is not None
         name = self._whole.get(match[2])
-        if name is None and match[2] == "ffn_gate_up_exps.weight":
+        if name is None and match[2] == "ffn_gate_up_exps.weight" and "ffn_gate_exps" in self._ours:
             return tuple(name for part in ("gate", "up") for name in self.ours(theirs.replace("gate_up", part)))
         module, _, kind = match[2].rpartition(".")
         if module in self._ours and kind in ("weight", "bias"):
@@ -187,6 +202,7 @@ class Layout:
         names += tuple(f"{part}.weight" for part in _STACKED.get(match[3], ())) + self._parts.get(match[3], ())
         if module in self._theirs and kind in ("weight", "bias"):
             names = (f"{self._theirs[module]}.{kind}",)
+        names = tuple(dict.fromkeys(names))
         if not (match[1] or ours.startswith("mtp.")):
             return names
         layer = int(match[2] or 0) + (self._fields["num_hidden_layers"] if ours.startswith("mtp.") else 0)
@@ -201,13 +217,27 @@ class Layout:
 
         theirs: one of the names in llama.cpp, if there are several: `write` then gives the part that has it.
         """
-        change, names = self._of_whole(ours), self.theirs(ours) if theirs else ()
-        if len(names) < 2:
+        change = self._of_whole(ours)
+        if not theirs or len(self.theirs(ours)) < 2:
             return change
-        write, part = change.write if change else _same, names.index(theirs)
+        write = change.write if change else _same
+        return Change(lambda x: self.part(ours, theirs, write(x)), _same)
+
+    def part(self, ours: str, theirs: str, rows: Tensor) -> Tensor:
+        """Of the rows of `ours`, [experts, rows, ...] or [rows, ...], those that the file has under `theirs`."""
+        names = self.theirs(ours)
+        if len(names) < 2:
+            return rows
+        at = names.index(theirs)
         if ours.endswith(_QKVZ):
-            return Change(lambda x: write(x).split(self._qkv_and_z)[part], _same)
-        return Change(lambda x: write(x).chunk(2, 1)[part], _same)
+            return rows.split(self._qkv_and_z)[at]
+        return rows[:, at::2] if self._arch == "gpt-oss" else rows.chunk(2, 1)[at]
+
+    def join(self, ours: str, parts: list[Tensor]) -> Tensor:
+        """The rows of `ours`, of which `parts` are all parts in the order of their names."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if ours.endswith(_QKVZ) else torch.stack(parts, 2).flatten(1, 2)
 
     def _of_whole(self, ours: str) -> Change | None:
         fields, module = self._fields, ours.rpartition(".")[0]
@@ -220,7 +250,7 @@ class Layout:
             return _ONE_MORE
         if module.endswith("mlp.shared_expert_gate"):
             return Change(lambda x: x.squeeze(0), lambda x: x.unsqueeze(0))
-        if self._arch == "qwen3vlmoe" and ours.endswith(tuple(_STACKED)):
+        if self._arch in ("qwen3vlmoe", "gpt-oss") and ours.endswith(tuple(_STACKED)):
             return Change(lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2))
         if ".linear_attn." in ours:
             return self._of_linear_attention(ours.rpartition(".linear_attn.")[2])

@@ -9,6 +9,7 @@ Which tensors are quantised is decided as llama-quantize does, but for one type 
 
     output.weight, or token_embd.weight where the head is tied    Q6_K there, Q8_0 here, which is more exact
     attn_v, attn_k, attn_qkv of a model of 8 experts              Q8_0
+    experts that are in MXFP4 in the checkpoint (gpt-oss)         MXFP4, the same bits
     norms, biases, routers, convolutions, other vectors           F32
     small projections of Gemma 3n and 4 (per_layer_model_proj)    as in the checkpoint
     rows whose length is no multiple of 32                        F16
@@ -49,7 +50,8 @@ class OutTensor:
     """A tensor to write.
 
     type: gguf's name, such as "F16" or "Q8_0". shape: of the values, rows last.
-    parts: reads its values, [..., columns], in the order of the file; they may be mapped, so must not be written to.
+    parts: reads its values, [..., columns], or of MXFP4 its bytes, in the order of the file; they may be mapped, so must
+        not be written to.
     """
 
     type: str
@@ -63,12 +65,17 @@ class OutTensor:
         return math.prod(self.shape) // block * int(size)
 
 
-def file_type(tensors: Mapping[str, OutTensor]) -> int:
-    """general.file_type of a file that is not quantised: the type of most bytes of the matrices."""
+def file_type(tensors: Mapping[str, OutTensor], quantised: str | None = None) -> int:
+    """general.file_type: MXFP4 if experts are, or else `quantised`, or the type of most bytes of the matrices."""
+    types = package().LlamaFileType
+    if any(tensor.type == "MXFP4" for tensor in tensors.values()):
+        return int(types.MOSTLY_MXFP4_MOE)
+    if quantised:
+        return int(types[f"MOSTLY_{quantised}"])
     sizes = Counter[str]()
     for tensor in tensors.values():
         sizes[tensor.type] += tensor.nbytes * (len(tensor.shape) > 1)
-    return int(package().LlamaFileType[_FILE_TYPES[sizes.most_common(1)[0][0]]])
+    return int(types[_FILE_TYPES[sizes.most_common(1)[0][0]]])
 
 
 def expert_of(source: str) -> int:
@@ -157,6 +164,9 @@ def quantised_type(name: str, shape: tuple[int, ...], kind: str, *, own: str, ti
 def _encoded(name: str, tensor: OutTensor) -> Iterator[np.ndarray]:
     """The bytes of a tensor in the file, piece by piece, [n] uint8."""
     for part in tensor.parts():
+        if tensor.type == "MXFP4":
+            yield part.reshape(-1).numpy()
+            continue
         if tensor.type in FLOATS:
             values = part.to(FLOATS[tensor.type])
             if tensor.type == "F16" and part.dtype != torch.float16:

@@ -1,7 +1,8 @@
 """Reads a GGUF file as a folder in Hugging Face's layout (`folder_of`), one tensor at a time.
 
 config.json and the tokenizer's files are made from the metadata. Quantised tensors are dequantised to fp32 by the gguf
-package. The checkpoint has the dtype of the matrices. Vectors, routers and convolutions, which are fp32 in every file,
+package. The experts of a gpt-oss that are all in MXFP4 are not: they are there as in its released files, whose bits
+they have (checkpoint/mxfp4.py), and stay in 4 bits where the model is loaded. The checkpoint has the dtype of the matrices. Vectors, routers and convolutions, which are fp32 in every file,
 get that dtype too where written again they would have the same bits. So bf16 norms and A_log come back as bf16.
 rope_freqs must be Llama 3's rule, with its usual numbers or those that our writer puts beside it.
 """
@@ -22,16 +23,18 @@ import torch
 from torch import Tensor
 
 from ligermodels.checkpoint.files import GGUF, json_bytes, read_errors
+from ligermodels.checkpoint.gguf import gpt_oss
 from ligermodels.checkpoint.gguf.config import ROPE_TABLES, Metadata, config_of, sizes_of
 from ligermodels.checkpoint.gguf.layout import Layout
 from ligermodels.checkpoint.gguf.tokenizer import token_ids, tokenizer_files
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.kernels.linear.mxfp4 import BLOCK
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
-    13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16",
+    13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4",
 }  # fmt: skip
 """{number of a tensor's type: its name}."""
 
@@ -138,6 +141,10 @@ class GgufFile:
         values = gguf.dequantize(rows, gguf.GGMLQuantizationType[stored.type])
         return torch.from_numpy(values).reshape(stored.shape)
 
+    def packed(self, stored: _Stored) -> Tensor:
+        """The bytes of a quantised tensor, a row of them per row, [..., bytes] uint8: a view of the mapped file."""
+        return torch.from_numpy(self.bytes_of(stored)).view(*stored.shape[:-1], -1)
+
     def bytes_of(self, stored: _Stored) -> np.ndarray:
         """A view of a tensor's bytes in the mapped file, [n] uint8."""
         return np.frombuffer(self._map, np.uint8, self.nbytes(stored), stored.start)
@@ -182,7 +189,7 @@ class GgufFile:
 class GgufReader:
     """A GGUF file under Hugging Face's names: a context manager and a `weights.Reader`.
 
-    headers: {name: TensorInfo}, in the one dtype of the checkpoint. types: {name: type in the file, such as "Q4_0"}.
+    headers: {name: TensorInfo}, in the one dtype of the checkpoint, uint8 for MXFP4. types: {name: type in the file, such as "Q4_0"}.
     is_mapped: as in `reading`.
     Raises CheckpointError, HubError, and ConfigError for an architecture or a configuration that is not computed here.
     """
@@ -213,18 +220,27 @@ class GgufReader:
             part = stored._replace(shape=(rows // len(names), *others))
             for i, (expert, name) in enumerate(itertools.product(range(experts), names)):
                 self._stored[name.format(expert)] = [part._replace(start=stored.start + i * size)]
-        self.types = {name: parts[0].type for name, parts in self._stored.items()}
+        stored_types = ((name, {part.type for part in parts}) for name, parts in self._stored.items())
+        self._packed = gpt_oss.packed(stored_types) if self._metadata.arch == "gpt-oss" else []
+        self.types = {name: parts[0].type for name, parts in self._stored.items() if name not in self._packed}
         self.headers = self._headers()
         self.metadata: dict[str, str] = {}
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, in memory of its own: mapped from the file, or new."""
-        return self._values(name).to(self.headers[name].dtype)
+        if name in self._stored:
+            return self._values(name).to(self.headers[name].dtype)
+        weight, _, kind = name.rpartition("_")
+        each = [gpt_oss.from_file(self._file.packed(part))[kind == "scales"] for part in self._stored[weight]]
+        return self._layout.join(weight, each)
 
     def files(self) -> dict[str, bytes]:
         """config.json, generation_config.json and the tokenizer's files."""
         tables = {name: self._file.read(stored) for name, stored in self._file.tensors.items() if name in ROPE_TABLES}
-        files = {"config.json": json_bytes(config_of(self._metadata, self.headers, tables))}
+        config = config_of(self._metadata, self.headers, tables)
+        if self._packed:
+            config["quantization_config"] = {"quant_method": "mxfp4"}
+        files = {"config.json": json_bytes(config)}
         if ids := token_ids(self._file.metadata):
             files["generation_config.json"] = json_bytes(ids)
         return files | tokenizer_files(self._file.metadata, self._metadata.model_type, self.source)
@@ -243,8 +259,7 @@ class GgufReader:
 
     def _in_file(self, name: str) -> Tensor:
         """The values as they are in the file, without the layout's change."""
-        parts = [self._file.read(part) for part in self._stored[name]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._layout.join(name, [self._file.read(part) for part in self._stored[name]])
 
     def _values(self, name: str) -> Tensor:
         """The values under Hugging Face's name, in the dtype of the file."""
@@ -258,20 +273,27 @@ class GgufReader:
     def _headers(self) -> dict[str, TensorInfo]:
         """The dtype of the matrices for all; of a kind of small tensor, fp32 where that dtype changes a value."""
         kinds: dict[str, list[str]] = {}
-        for name, parts in self._stored.items():
+        stored = {name: parts for name, parts in self._stored.items() if name not in self._packed}
+        for name, parts in stored.items():
             if self._layout.is_float32(name, parts[0].shape):
                 kinds.setdefault(re.sub(r"\d+", "N", name), []).append(name)
         small = {name for names in kinds.values() for name in names}
-        matrices = [part for name, parts in self._stored.items() if name not in small for part in parts]
+        matrices = [part for name, parts in stored.items() if name not in small for part in parts]
         dtypes = {FLOATS.get(part.type, torch.float32) for part in matrices}
         if not dtypes:
             raise CheckpointError(f"{self.source} holds no matrices. Is it a model, and not a vocabulary alone?")
         dtype = functools.reduce(torch.promote_types, dtypes)
-        by_name = dict.fromkeys(self._stored, dtype)
+        by_name = dict.fromkeys(stored, dtype)
         for names in kinds.values():
             if dtype == torch.float32 or not all(self._is_exact(name, dtype) for name in names):
                 by_name |= dict.fromkeys(names, torch.float32)
-        return {name: TensorInfo(of, self._shape(name)) for name, of in by_name.items()}
+        headers = {name: TensorInfo(of, self._shape(name)) for name, of in by_name.items()}
+        for name in self._packed:
+            experts, columns, rows = self._shape(name)
+            shape = experts, rows, columns // BLOCK
+            headers[f"{name}_blocks"] = TensorInfo(torch.uint8, (*shape, BLOCK // 2))
+            headers[f"{name}_scales"] = TensorInfo(torch.uint8, shape)
+        return headers
 
     def _is_exact(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a tensor of `dtype` would be written to the file with the bits that it has there."""
@@ -281,5 +303,5 @@ class GgufReader:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         parts, change = self._stored[name], self._layout.change(name)
-        shape = parts[0].shape if len(parts) == 1 else (sum(x.shape[0] for x in parts), *parts[0].shape[1:])
-        return tuple(change.read(torch.empty(shape, device="meta")).shape) if change else shape
+        joined = self._layout.join(name, [torch.empty(part.shape, device="meta") for part in parts])
+        return tuple((change.read(joined) if change else joined).shape)

@@ -44,6 +44,7 @@ PRE_TOKENIZERS = {
     # Made from tiktoken's ranks, where merges make every token: ignore_merges changes nothing.
     (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", False): "tekken",
     (_CASED.replace("@", f"{_ENDINGS}?") + rf"\p{{N}}{{1,3}}|{_CASED_REST}", False): "gpt-4o",
+    (_CASED.replace("@", f"{_ENDINGS}?") + rf"\p{{N}}{{1,3}}|{_CASED_REST}", True): "gpt-4o",
     ("ByteLevel", False): "gpt-2",
     ("Digits ByteLevel", False): "smollm",
 }

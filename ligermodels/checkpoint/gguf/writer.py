@@ -1,8 +1,8 @@
 """Plans the GGUF file of a model. What llama.cpp does not support is refused: no file runs with another output.
 
-Three things differ in llama.cpp, whatever is written, and a warning names each: it ignores the sliding windows of all
-models but Gemma 2 and the NFC of Qwen2's tokenizer, and chooses LongRoPE's table by the size of its context,
-not by the length of the text.
+Four things differ in llama.cpp, whatever is written, and a warning names each: it ignores the sliding windows of all
+models but Gemma and gpt-oss and the NFC of Qwen2's tokenizer, chooses LongRoPE's table by the size of its context,
+not by the length of the text, and rounds the ends of gpt-oss's YaRN.
 """
 
 import os
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.checkpoint.gguf import gpt_oss
 from ligermodels.checkpoint.gguf.config import FAMILIES, ROPE_TABLES, check, llama3_divisors, metadata_of
 from ligermodels.checkpoint.gguf.gemma4 import tables_of
 from ligermodels.checkpoint.gguf.layout import DELTA_NETS, ONE_MORE, Change, Layout
@@ -43,8 +44,8 @@ class GgufTarget(GgufOutput):
     """The GGUF file of a model, planned from headers and the tokenizer's files.
 
     view: the source, a `conversion.source.View`, in the dtypes that are stored. open_tokenizer: makes the Tokenizer of
-    a folder. dtype: of the matrices; None keeps theirs. quantised: a type such as "Q8_0" for them instead. name: of the
-    model, for people; the attribute is the one that is written.
+    a folder. dtype: of the matrices; None keeps theirs, also MXFP4. quantised: a type such as "Q8_0" for those in
+    floats. name: of the model, for people; the attribute is the one that is written.
     kept: names of matrices that are F16, since their rows cannot be quantised.
     Raises ConfigError (a model that llama.cpp does not compute, or no gguf package), InputError (float64 kept),
     CheckpointError (no tokenizer), TokenizerError (a tokenizer that llama.cpp has no counterpart for).
@@ -66,7 +67,7 @@ class GgufTarget(GgufOutput):
         tensors = _plan(view, arch, dtype, quantised)
         writer = gguf.GGUFWriter(None, arch)
         writer.add_type("model")
-        writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{quantised}"] if quantised else file_type(tensors))
+        writer.add_file_type(file_type(tensors, quantised))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
         add[bool] = writer.add_bool
@@ -113,6 +114,9 @@ def _plan(view: Any, arch: str, dtype: torch.dtype | None, quantised: str | None
             shape = tuple(change.write(torch.empty(shape, device="meta")).shape)
         if stacked:
             shape = (len(sources), *shape)
+        if source in view.packed and dtype is None:
+            tensors[name] = OutTensor("MXFP4", shape, partial(_packed_parts, view, layout, source, name))
+            continue
         if quantised and not is_kept:
             tied = "output.weight" not in groups
             kind = quantised_type(name, shape, quantised, own=kind, tied=tied, experts=experts)
@@ -125,6 +129,15 @@ def _parts(view: Any, sources: list[str], change: Change | None) -> Iterator[Ten
     for source in sources:
         tensor = view.read(source)
         yield change.write(tensor) if change else tensor
+
+
+def _packed_parts(view: Any, layout: Layout, source: str, name: str) -> Iterator[Tensor]:
+    """The bytes of the part in MXFP4 that has this name in the file."""
+    weight = view.read_packed(source)
+    experts, rows, columns = weight.shape
+    of_rows = (x.view(experts, rows, columns // BLOCK, -1) for x in (weight.packed, weight.scale))
+    blocks, scales = (layout.part(source, name, x) for x in of_rows)
+    yield gpt_oss.to_file(blocks, scales.squeeze(-1))
 
 
 def _warn_of_losses(view: Any, arch: str) -> None:
@@ -145,6 +158,11 @@ def _warn_of_losses(view: Any, arch: str) -> None:
         )
     if view.model.config.ropes["full"]["rope_type"] == "longrope":
         lost.append("llama.cpp takes the long or the short frequencies by its context size (-c), not by the text's.")
+    if arch == "gpt-oss" and not view.model.config.ropes["full"].get("truncate", True):
+        lost.append(
+            "llama.cpp rounds the ends of YaRN's ramp to whole frequencies (truncate is false here): its numbers differ "
+            "a little, as they do for every GGUF file of a gpt-oss."
+        )
     settings = [name for name, value in view.generation_config().items() if name in _SAMPLING and value is not None]
     if settings:
         lost.append(
