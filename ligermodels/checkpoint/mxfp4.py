@@ -68,7 +68,8 @@ def _dequantized(name: str, blocks: TensorInfo | None, scales: TensorInfo | None
 class MXFP4Reader:
     """A `weights.Reader` of another one, with its weights in 4 bits as [E, K, N] in bf16, which is exact.
 
-    packed: {name: (name of its blocks, of its scales)}. types: {name: "MXFP4"}, and those of a GGUF file. device: where they are dequantised.
+    packed: {name: (name of its blocks, of its scales)}. types: {name: "MXFP4"}, and those of a GGUF file.
+    device: where they are dequantised.
     Raises CheckpointError for blocks and scales that do not fit.
     """
 

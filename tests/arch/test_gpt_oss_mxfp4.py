@@ -33,7 +33,7 @@ def write_released(folder, **changes):
     """A checkpoint in the released layout, of random codes."""
     sizes = dict(head_dim=16, hidden_size=64, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
     limits = dict(sliding_window=6, swiglu_limit=0.9, rope_parameters=YARN, initializer_range=0.2)
-    config = tiny_config("gpt_oss", **sizes, **limits, **changes)
+    config = tiny_config("gpt_oss", **{**sizes, **limits, **changes})
     torch.manual_seed(0)
     plain = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).bfloat16()
     plain.save_pretrained(folder)

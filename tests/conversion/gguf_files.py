@@ -13,7 +13,7 @@ import torch
 from ligermodels.arch import ARCHS
 from ligermodels.conversion import Options, convert
 from ligermodels.text import Tokenizer
-from tests.text import families, folders
+from tests.text import families, folders, templates
 
 gguf = pytest.importorskip("gguf")
 
@@ -51,6 +51,7 @@ KINDS = {
     "qwen 2": lambda folder: byte_level(folder, families.QWEN_SPLIT),
     "qwen 3.5": lambda folder: byte_level(folder, families.QWEN_3_5_SPLIT),
     "phi 4": lambda folder: byte_level(folder, behavior="removed"),
+    "harmony": lambda folder: folders.harmony(folder, templates.HARMONY, families.O200K_SPLIT),
     "phi 4 mini": lambda folder: byte_level(folder, families.O200K_SPLIT),
 }
 

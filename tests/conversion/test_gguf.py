@@ -101,6 +101,13 @@ GLM4_MOE = {
     "head_dim": 16, "n_routed_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "attention_bias": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
 }  # fmt: skip
+GPT_OSS = {
+    "head_dim": 8, "num_local_experts": 12, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+        "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False,
+    },
+}  # fmt: skip
+GPT_OSS_ROUNDED = GPT_OSS | {"rope_parameters": {**GPT_OSS["rope_parameters"], "truncate": True}}
 MODELS = {
     "llama": ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3}),
     "llama, tied": ("llama", {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
@@ -123,13 +130,15 @@ MODELS = {
     "qwen3.5 with experts": ("qwen3_5_moe_text", QWEN3_5_MOE),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
     "glm4_moe, norms": ("glm4_moe", GLM4_MOE | {"use_qk_norm": True, "attention_bias": False, "norm_topk_prob": False}),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss, rounded": ("gpt_oss", GPT_OSS_ROUNDED),
     "phi3": ("phi3", {"sliding_window": 300}),
     "phi3, long": ("phi3", PHI3_LONG),
 }
 OF_FAMILY = {"llama": "llama 3", "mistral": "mistral 0.3", "gemma": "gemma 1", "gemma2": "gemma 2", "qwen2": "qwen 2"}
 OF_FAMILY |= {"gemma3_text": "gemma 2", "gemma4_text": "gemma 4", "qwen3_next": "qwen 2"}
 OF_FAMILY |= {"mixtral": "mixtral", "phi3": "llama 2", "qwen3": "qwen 2", "qwen3_5_text": "qwen 3.5"}
-OF_FAMILY |= {"glm4_moe": "llama 3", "qwen3_moe": "qwen 2", "qwen3_5_moe_text": "qwen 3.5"}
+OF_FAMILY |= {"gpt_oss": "harmony", "glm4_moe": "llama 3", "qwen3_moe": "qwen 2", "qwen3_5_moe_text": "qwen 3.5"}
 QUIET = {"progress": False}
 
 
@@ -205,10 +214,11 @@ NAMES = {
     "router.per_expert_scale": "ffn_down_exps.scale", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
     "post_feedforward_layernorm_1": "post_ffw_norm_1", "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks.weight",
 }  # fmt: skip
 QWEN35 = ("qwen3_5_text", "qwen3_5_moe_text")
 PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", *QWEN35)
-AFTER = ("gemma2", "gemma3_text", "gemma4_text", "qwen3_next", *QWEN35, "glm4_moe")
+AFTER = ("gemma2", "gemma3_text", "gemma4_text", "qwen3_next", *QWEN35, "glm4_moe", "gpt_oss")
 EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 EXPERTS |= {"gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps", "up_proj": "ffn_up_exps"}
 
@@ -218,6 +228,14 @@ def expected(folder: Path, family: str, dtype: torch.dtype) -> dict[str, torch.T
     for name, x in load_file(folder / "model.safetensors").items():
         if match := re.fullmatch(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight", name):
             experts.setdefault(f"blk.{match[1]}.{EXPERTS[match[3]]}.weight", {})[int(match[2])] = x.to(dtype)
+            continue
+        if family == "gpt_oss" and (
+            match := re.fullmatch(r"model(\.layers\.\d+\.)mlp\.experts\.(\w+_proj)(_bias)?", name)
+        ):
+            x = x.float() if match[3] else x.mT.to(dtype)
+            parts = {"gate": x[:, ::2], "up": x[:, 1::2]} if match[2] == "gate_up_proj" else {"down": x}
+            kind, blk = "bias" if match[3] else "weight", match[1].replace(".layers", "blk")
+            found |= {f"{blk}ffn_{part}_exps.{kind}": values.contiguous() for part, values in parts.items()}
             continue
         after = "post_attention_norm" if family in AFTER else "ffn_norm"
         ours = name.replace("post_attention_layernorm", after)
@@ -289,6 +307,7 @@ def wanted_fields(name: str, rows: int) -> dict:
         "qwen3_moe": "qwen3moe",
         "qwen3_next": "qwen3next",
         "gemma4_text": "gemma4",
+        "gpt_oss": "gpt-oss",
     }
     arch = arch.get(family, family)
     size = fields.get("head_dim") or 8
@@ -305,8 +324,10 @@ def wanted_fields(name: str, rows: int) -> dict:
         "block_count": fields.get("num_hidden_layers", 2), "feed_forward_length": 48,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": size,
         "attention.value_length": size, "rope.dimension_count": rotated.get(name) or rotated.get(family) or size,
-        "rope.freq_base": {"llama": 500000.0, "mixtral": 1000000.0, "gemma3": 1000000.0}.get(name, 10000.0),
-        "attention.layer_norm_rms_epsilon": 1e-5 if family in ("mixtral", "phi3", "glm4_moe") else 1e-6,
+        "rope.freq_base": {"llama": 500000.0, "mixtral": 1000000.0, "gemma3": 1000000.0, "gpt_oss": 150000.0}.get(
+            name.partition(",")[0] if family == "gpt_oss" else name, 10000.0
+        ),
+        "attention.layer_norm_rms_epsilon": 1e-5 if family in ("mixtral", "phi3", "glm4_moe", "gpt_oss") else 1e-6,
     } | {
         "llama, tied": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
         "mistral, window": {"attention.sliding_window": 64},
@@ -354,6 +375,15 @@ def wanted_fields(name: str, rows: int) -> dict:
             }
             for one, normalised in (("glm4_moe", True), ("glm4_moe, norms", False))
         },
+        **{
+            one: {
+                "expert_count": 12, "expert_used_count": 2, "expert_feed_forward_length": 48,
+                "attention.sliding_window": 8, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 64, "rope.scaling.yarn_beta_fast": 8.0,
+                "rope.scaling.yarn_beta_slow": 1.0, **rounded,
+            }
+            for one, rounded in (("gpt_oss", {}), ("gpt_oss, rounded", {"rope.scaling.yarn_truncate": True}))
+        },
         "phi3": {"attention.sliding_window": 300, "rope.scaling.original_context_length": 4096},
         "phi3, long": {
             "attention.sliding_window": 0, "rope.scaling.original_context_length": 64,
@@ -367,7 +397,7 @@ def wanted_fields(name: str, rows: int) -> dict:
 def names_of_llama_cpp(family: str) -> set[str]:
     """The tensors that the gguf package knows of an architecture."""
     archs = {"mistral": "LLAMA", "mixtral": "LLAMA", "qwen3_moe": "QWEN3MOE", "gemma3_text": "GEMMA3"}
-    archs |= {"gemma4_text": "GEMMA4", "qwen3_next": "QWEN3NEXT"}
+    archs |= {"gemma4_text": "GEMMA4", "qwen3_next": "QWEN3NEXT", "gpt_oss": "GPT_OSS"}
     archs |= {"qwen3_5_text": "QWEN35", "qwen3_5_moe_text": "QWEN35MOE"}
     archs |= {"qwen3_vl": "QWEN3VL", "qwen3_vl_moe": "QWEN3VLMOE"}
     arch = archs.get(family, family.upper())
@@ -496,7 +526,7 @@ def test_a_file_that_is_not_what_was_to_be_written(tmp_path, model_of, monkeypat
 LOSSES = {
     "llama": (), "gemma": ("as 1 + weight, in fp32",), "gemma2": ("as 1 + weight, in fp32",), "phi3": (),
     "phi3, long": ("by its context size",), "qwen2": ("ignores the NFC",),
-    "gemma4": (),
+    "gemma4": (), "gpt_oss": ("rounds the ends of YaRN",), "gpt_oss, rounded": (),
     "qwen3_next": ("as 1 + weight and A_log as -exp(A_log), in fp32",),
     **dict.fromkeys(("qwen3.5", "qwen3.5 with experts"), ("as 1 + weight and A_log as -exp(A_log), in fp32",)),
 }  # fmt: skip
@@ -556,6 +586,14 @@ REFUSED = [
     ("qwen3_5_moe_text", {**QWEN3_5_MOE, "linear_value_head_dim": 8}, r"linear_value_head_dim 8 \(it takes 16"),
     ("phi3", {"head_dim": 16}, "head_dim 16"),
     ("glm4_moe", {**GLM4_MOE, "n_routed_experts": 4, "n_group": 2}, "n_group 2"),
+    ("gpt_oss", {**GPT_OSS, "swiglu_limit": 9.0}, r"swiglu_limit 9.0 \(it takes 7\)"),
+    ("gpt_oss", {**GPT_OSS, "swiglu_alpha": 1.0}, r"swiglu_alpha 1.0 \(it takes 1.702\)"),
+    ("gpt_oss", {**GPT_OSS, "attention_bias": False}, "attention_bias false"),
+    ("gpt_oss", {**GPT_OSS, "tie_word_embeddings": True}, "a tied head"),
+    ("gpt_oss", {**GPT_OSS, "sliding_window": None, "layer_types": [FULL, FULL]}, "sliding_window null; layer_types"),
+    ("gpt_oss", {**GPT_OSS, "layer_types": [FULL, SLIDING]}, "layer_types other than sliding, full"),
+    ("gpt_oss", {**GPT_OSS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_type default"),
+    ("gpt_oss", {**GPT_OSS, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type linear"),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
     ("qwen2", {"rope_scaling": LLAMA3}, "rope_type llama3"),
     ("llama", {"rope_scaling": OTHER_ROPE}, "rope_type longrope"),
@@ -958,7 +996,7 @@ def data(change):
 def other_type(blob: bytes) -> bytes:
     name = b"token_embd.weight"
     at = blob.index(name) + len(name) + 4 + 16
-    return blob[:at] + struct.pack("<I", 39) + blob[at + 4 :]
+    return blob[:at] + struct.pack("<I", 40) + blob[at + 4 :]
 
 
 OTHER_RULE = {**LLAMA3, "factor": 6.1, "low_freq_factor": 0.5, "original_max_position_embeddings": 4096}
@@ -1000,7 +1038,7 @@ BAD = [
     (data(lambda blob: blob[:1000]), CheckpointError, "header is damaged or cut short"),
     (data(lambda blob: b"<html>" + blob), CheckpointError, "is not a GGUF file"),
     (data(lambda blob: blob[:4] + b"\1" + blob[5:]), CheckpointError, "2 and 3 are read"),
-    (data(other_type), CheckpointError, "quantised as type 39, which is not read; supported: F32"),
+    (data(other_type), CheckpointError, "quantised as type 40, which is not read; supported: F32"),
     (put("llama.attention.scale", 0.5), UserWarning, "not used here: llama.attention.scale"),
 ]  # fmt: skip
 
@@ -1046,6 +1084,16 @@ def ask_llama_cpp(folder, file, force, lengths, answers):
     answers.write_text(json.dumps([worst, [text for text in texts if cut[text] != tokenizer.encode(text)]]))
 
 
+def llama_cpp(folder: Path, file: Path, lengths: list[int]) -> tuple[float, list[str]]:
+    """The largest difference of a log probability from the model of `folder`, and the texts that it cuts otherwise."""
+    force = Tokenizer.from_folder(folder).encode("the the", add_special_tokens=False)[-1]
+    answers = file.with_suffix(".answers.json")
+    child = Child(lambda: ask_llama_cpp(folder, file, force, lengths, answers))
+    assert child.wait() == 0, "what it raised is in the captured stderr"
+    worst, odd = json.loads(answers.read_text())
+    return worst, odd
+
+
 OTHERS = ("qwen3.5, multi-token", "qwen3.5 with experts, multi-token", "qwen3_vl", "qwen3_vl_moe")
 
 
@@ -1065,15 +1113,14 @@ def test_what_llama_cpp_says(tmp_path, model_of, name):
     else:
         folder = model_of(name, torch.float32)
     to_gguf(folder, tmp_path / "out.gguf")
-    force = Tokenizer.from_folder(folder).encode("the the", add_special_tokens=False)[-1]
+    if name == "gpt_oss":  # what it computes for one that does not round, as the warning says
+        folder = shutil.copytree(folder, tmp_path / "rounded")
+        (folder / "config.json").write_bytes((model_of("gpt_oss, rounded", torch.float32) / "config.json").read_bytes())
     # The context of 256 is beyond the length up to which the short frequencies hold, whatever the text's own.
     lengths = [65, 100] if name == "phi3, long" else [1, 2, 7, 100]
     if name == "mistral, window":
         lengths = [1, 2, 7, 64]  # llama.cpp ignores the window of 64
-    answers = tmp_path / "answers.json"
-    child = Child(lambda: ask_llama_cpp(folder, tmp_path / "out.gguf", force, lengths, answers))
-    assert child.wait() == 0, "what it raised is in the captured stderr"
-    worst, odd = json.loads(answers.read_text())
+    worst, odd = llama_cpp(folder, tmp_path / "out.gguf", lengths)
     assert worst < (5e-3 if name.startswith("gemma") else 1e-4)  # GELU is a table of fp16 there
     # Its tokenizer.json has no dummy prefix before a text that begins with a space, nor after a special token.
     assert odd == (["▁already▁there", "</s>the"] if name.startswith("mistral") else []), odd

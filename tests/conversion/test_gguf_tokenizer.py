@@ -88,6 +88,7 @@ def test_sentencepiece(tmp_path, kind, removed):
         ("qwen 3.5", "qwen35"),
         ("phi 4", "dbrx"),
         ("phi 4 mini", "gpt-4o"),
+        ("harmony", "gpt-4o"),
     ],
 )
 def test_byte_level(tmp_path, kind, split):
@@ -104,13 +105,27 @@ def test_byte_level(tmp_path, kind, split):
         + [TYPES["unused"]] * 8
     )
     merges = read_json(tokenizer_folder(kind) / "tokenizer.json")["model"]["merges"]
-    bos, eos, eot = [1, 2, None] if kind == "nemo" else [420, 421, 422]
+    bos, eos, eot = {"nemo": [1, 2, None], "harmony": [420, 422, None]}.get(kind, [420, 421, 422])
     wanted = {
         "model": "gpt2", "pre": split, "merges": [" ".join(pair) for pair in merges], "scores": None,
         "add_space_prefix": None, "bos_token_id": bos, "eos_token_id": eos, "eot_token_id": eot,
-        "add_bos_token": True, "add_eos_token": False,
+        "add_bos_token": kind != "harmony", "add_eos_token": False,
     }  # fmt: skip
     assert {key: fields.get(key) for key in wanted} == wanted
+
+
+def test_the_ends_of_harmony(tmp_path):
+    """<|return|>, <|call|> and <|endoftext|> end an answer, and <|end|> does not."""
+    source = small_model(tmp_path / "source", "harmony")
+    shutil.copy(tokenizer_folder("harmony") / "generation_config.json", source)
+    to_gguf(source, tmp_path / "out.gguf")
+    fields = fields_of(tmp_path / "out.gguf")
+    found = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom", "padding")}
+    assert found == {"bos": 420, "eos": 422, "eot": 428, "eom": 421, "padding": 421}
+    there, back = Tokenizer.from_folder(source), Tokenizer.from_hub(tmp_path / "out.gguf")
+    assert set(back.chat_stop_ids) == set(there.chat_stop_ids) == {421, 422, 428}
+    chat = [{"role": "user", "content": "the the"}]
+    assert back.apply_chat_template(chat) == there.apply_chat_template(chat)
 
 
 def test_gemma_4(tmp_path):

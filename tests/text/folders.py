@@ -101,9 +101,11 @@ def byte_level(folder: Path) -> Path:
     return folder
 
 
-def harmony(folder: Path, chat_template: str) -> Path:
+def harmony(
+    folder: Path, chat_template: str, split: str = r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
+) -> Path:  # fmt: skip
     """In the manner of gpt-oss: byte-level BPE with the tokens of the harmony format."""
-    native = trained_bytes(r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+", ignore_merges=True)
+    native = trained_bytes(split, ignore_merges=True)
     names = "startoftext endoftext return constrain channel start end message call".split()
     native.add_special_tokens([AddedToken(f"<|{name}|>", normalized=False) for name in names])
     write(folder, "tokenizer.json", native.to_str())

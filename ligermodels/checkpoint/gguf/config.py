@@ -91,8 +91,6 @@ _WIDE_HEADS = {"gemma2": 46, "gemma3_text": 62}
 _LOCAL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 """Of Gemma 3's sliding layers; no file says it."""
 _QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
-_OWN_ROPE = ("gemma4_text", "gpt_oss")
-"""Families whose files gemma4.py and gpt_oss.py read."""
 _AHEAD = {
     **dict.fromkeys((*_QWEN3_5, "qwen3_next"), "mtp_num_hidden_layers"), "glm4_moe": "num_nextn_predict_layers",
 }  # fmt: skip
@@ -218,7 +216,9 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
         **fields,
         "hidden_act": activation,
         "rope_theta": float(metadata.get("rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(metadata, tables, head_dim) if model_type not in _OWN_ROPE else None,
+        "rope_scaling": _rope_scaling(metadata, tables, head_dim)
+        if model_type not in ("gemma4_text", "gpt_oss")
+        else None,
         "tie_word_embeddings": "lm_head.weight" not in headers,
         **token_ids(metadata.values, only_eos=True),
         "dtype": dtype,

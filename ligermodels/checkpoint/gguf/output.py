@@ -50,8 +50,8 @@ class OutTensor:
     """A tensor to write.
 
     type: gguf's name, such as "F16" or "Q8_0". shape: of the values, rows last.
-    parts: reads its values, [..., columns], or of MXFP4 its bytes, in the order of the file; they may be mapped, so must
-        not be written to.
+    parts: reads its values, [..., columns], or the bytes of MXFP4, in the order of the file; they may be mapped, so
+        must not be written to.
     """
 
     type: str

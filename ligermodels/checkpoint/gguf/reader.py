@@ -1,9 +1,10 @@
 """Reads a GGUF file as a folder in Hugging Face's layout (`folder_of`), one tensor at a time.
 
 config.json and the tokenizer's files are made from the metadata. Quantised tensors are dequantised to fp32 by the gguf
-package. The experts of a gpt-oss that are all in MXFP4 are not: they are there as in its released files, whose bits
-they have (checkpoint/mxfp4.py), and stay in 4 bits where the model is loaded. The checkpoint has the dtype of the matrices. Vectors, routers and convolutions, which are fp32 in every file,
+package. The checkpoint has the dtype of the matrices. Vectors, routers and convolutions, which are fp32 in every file,
 get that dtype too where written again they would have the same bits. So bf16 norms and A_log come back as bf16.
+Where all experts of a gpt-oss are in MXFP4, the folder has them as its released files do, with their bits: so they stay
+in 4 bits in a model that is loaded (checkpoint/mxfp4.py).
 rope_freqs must be Llama 3's rule, with its usual numbers or those that our writer puts beside it.
 """
 
@@ -189,8 +190,8 @@ class GgufFile:
 class GgufReader:
     """A GGUF file under Hugging Face's names: a context manager and a `weights.Reader`.
 
-    headers: {name: TensorInfo}, in the one dtype of the checkpoint, uint8 for MXFP4. types: {name: type in the file, such as "Q4_0"}.
-    is_mapped: as in `reading`.
+    headers: {name: TensorInfo}, in the one dtype of the checkpoint, uint8 for experts that stay in MXFP4.
+    types: {name: type in the file, such as "Q4_0"} of the others. is_mapped: as in `reading`.
     Raises CheckpointError, HubError, and ConfigError for an architecture or a configuration that is not computed here.
     """
 

@@ -160,8 +160,8 @@ def _warn_of_losses(view: Any, arch: str) -> None:
         lost.append("llama.cpp takes the long or the short frequencies by its context size (-c), not by the text's.")
     if arch == "gpt-oss" and not view.model.config.ropes["full"].get("truncate", True):
         lost.append(
-            "llama.cpp rounds the ends of YaRN's ramp to whole frequencies (truncate is false here): its numbers differ "
-            "a little, as they do for every GGUF file of a gpt-oss."
+            "llama.cpp rounds the ends of YaRN's ramp to whole frequencies (truncate is false here): its numbers "
+            "differ a little, as with every GGUF file of a gpt-oss."
         )
     settings = [name for name, value in view.generation_config().items() if name in _SAMPLING and value is not None]
     if settings:
