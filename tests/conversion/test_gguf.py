@@ -103,7 +103,7 @@ GLM4_MOE = {
 }  # fmt: skip
 GPT_OSS = {
     "head_dim": 8, "num_local_experts": 12, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64,
         "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False,
     },
 }  # fmt: skip
@@ -324,7 +324,7 @@ def wanted_fields(name: str, rows: int) -> dict:
         "block_count": fields.get("num_hidden_layers", 2), "feed_forward_length": 48,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": size,
         "attention.value_length": size, "rope.dimension_count": rotated.get(name) or rotated.get(family) or size,
-        "rope.freq_base": {"llama": 500000.0, "mixtral": 1000000.0, "gemma3": 1000000.0, "gpt_oss": 150000.0}.get(
+        "rope.freq_base": {"llama": 500000.0, "mixtral": 1000000.0, "gemma3": 1000000.0, "gpt_oss": 100.0}.get(
             name.partition(",")[0] if family == "gpt_oss" else name, 10000.0
         ),
         "attention.layer_norm_rms_epsilon": 1e-5 if family in ("mixtral", "phi3", "glm4_moe", "gpt_oss") else 1e-6,

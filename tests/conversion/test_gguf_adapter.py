@@ -29,6 +29,7 @@ CASES = {
     "qwen3.5": (*DENSE, *LINEAR),
     "mixtral": ("q_proj", "k_proj"),
     "qwen3_moe": ("q_proj",),
+    "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }
 EXPERTS = ("mixtral", "qwen3_moe")
 

@@ -24,7 +24,7 @@ from tests.conversion.test_gguf import llama_cpp
 pytestmark = pytest.mark.filterwarnings("ignore:.*rounds the ends of YaRN")
 IDS = torch.arange(60).reshape(1, 60) % 97
 ROUNDED = {
-    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 8.0, "beta_slow": 1.0, "truncate": True,
 }  # fmt: skip
 PARTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}

@@ -232,8 +232,10 @@ class GgufReader:
         if name in self._stored:
             return self._values(name).to(self.headers[name].dtype)
         weight, _, kind = name.rpartition("_")
-        each = [gpt_oss.from_file(self._file.packed(part))[kind == "scales"] for part in self._stored[weight]]
-        return self._layout.join(weight, each)
+        parts = [self._file.packed(part) for part in self._stored[weight]]
+        experts = zip(*parts, strict=True)  # one by one: the codes of all take four times their bytes
+        each = ([gpt_oss.from_file(part[None])[kind == "scales"] for part in expert] for expert in experts)
+        return torch.cat([self._layout.join(weight, expert) for expert in each])
 
     def files(self) -> dict[str, bytes]:
         """config.json, generation_config.json and the tokenizer's files."""

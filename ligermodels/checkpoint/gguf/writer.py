@@ -132,12 +132,13 @@ def _parts(view: Any, sources: list[str], change: Change | None) -> Iterator[Ten
 
 
 def _packed_parts(view: Any, layout: Layout, source: str, name: str) -> Iterator[Tensor]:
-    """The bytes of the part in MXFP4 that has this name in the file."""
+    """The bytes of the part in MXFP4 that has this name in the file, an expert at a time."""
     weight = view.read_packed(source)
     experts, rows, columns = weight.shape
     of_rows = (x.view(experts, rows, columns // BLOCK, -1) for x in (weight.packed, weight.scale))
     blocks, scales = (layout.part(source, name, x) for x in of_rows)
-    yield gpt_oss.to_file(blocks, scales.squeeze(-1))
+    for block, scale in zip(blocks, scales.squeeze(-1), strict=True):
+        yield gpt_oss.to_file(block, scale)
 
 
 def _warn_of_losses(view: Any, arch: str) -> None:
