@@ -5,7 +5,7 @@
 
 It prints each figure that has changed by 1 % or more beside docs/models/figures.json, the figures that were written
 last. If one of ours is worse by 5 % or more, or has gone, it writes nothing and the exit status is 1, unless --accept
-is given. Needs the extra `test`, and matplotlib for the charts.
+is given. Needs the group `test`, and matplotlib for the charts.
 """
 
 import argparse

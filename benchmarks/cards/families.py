@@ -1,6 +1,6 @@
 """The families of the registry, and what the tests and benchmarks/results/gpu.json say of each.
 
-Bounds, configurations and parameter counts are read from the test classes, which hold them. Needs the extra `test`.
+Bounds, configurations and parameter counts are read from the test classes, which hold them. Needs the group `test`.
 """
 
 import functools

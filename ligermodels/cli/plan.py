@@ -5,12 +5,13 @@ import dataclasses
 from typing import Any
 
 from ligermodels.cli.arguments import UsageError, usage_errors
+from ligermodels.errors import page
 
-_DESCRIPTION = """\
+_DESCRIPTION = f"""\
 Estimates a training step of MODEL from its config.json, on each number of GPUs: the fastest mesh that fits, the memory
 of a GPU, what it receives in collectives, and its tokens per second. Needs no GPU and reads no weights.
-Steps were measured on one to four GPUs of one host (docs/distributed.md says how far off the estimate is there); all
-beyond is extrapolated, by the speeds of links that --inside and --between say.
+Steps were measured on one to four GPUs of one host, all beyond is extrapolated, by the speeds of links that --inside
+and --between say. How far off it is: {page("distributed.md")}
 """
 _EPILOG = """\
 examples:
