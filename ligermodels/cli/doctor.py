@@ -24,16 +24,24 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="check this machine, with a fix for each problem, and show which parts of a model run fused",
         description="Prints versions, GPUs, Hub token and cache, with a fix for what is missing. With MODEL, also\n"
         "which of its parts run as fused ops on this machine, and why the others do not, by its config.json.\n"
-        "For a model in memory, with its adapters and hooks: model.fusion_report().",
+        "For a model in memory, with its adapters and hooks: model.fusion_report(). With --kernels, compares every\n"
+        "kernel with its reference on this GPU, in about a minute; the exit status is 1 if one is wrong.",
     )
     doctor.add_argument(
         "model", metavar="MODEL", nargs="?", help="folder, or repository on the Hub; no weights are read"
     )
+    doctor.add_argument("--kernels", action="store_true", help="compare every kernel with its reference, on this GPU")
     doctor.set_defaults(run=_doctor)
 
 
 def _doctor(args: argparse.Namespace) -> int:
     """Prints a line for each finding, and a second line with the fix of a problem."""
+    if args.kernels:
+        if args.model is not None:
+            raise UsageError("--kernels checks the machine, for every model: leave MODEL out")
+        from ligermodels.cli import doctor_kernels
+
+        return doctor_kernels.doctor()
     if args.model is not None:
         check_source(args.model)
     problems = 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._tested import warn_if_untested
 
 IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -225,10 +226,13 @@ def cuda_capability(index: int | None) -> int:
 
 @functools.cache
 def _capability(index: int | None) -> int:
-    if torch.version.cuda is None or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return 0
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor  # Dynamo accepts an int as a constant, not a tuple
+    major, minor = (0, 0) if torch.version.cuda is None else torch.cuda.get_device_capability(index)
+    capability = 10 * major + minor  # Dynamo accepts an int as a constant, not a tuple
+    if HAS_TRITON:
+        warn_if_untested(index, capability, triton.__version__)
+    return capability
 
 
 def is_datacenter(index: int | None) -> bool:
