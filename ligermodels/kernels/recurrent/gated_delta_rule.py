@@ -20,6 +20,7 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
+    cuda_capability,
     is_datacenter,
     last_dim_contiguous,
     next_power_of_2,
@@ -122,6 +123,14 @@ def _precision(q: Tensor) -> tuple[str, str | None]:
     if not _on_nvidia(q):
         return "ieee", "ieee"
     return ("tf32x3", "tf32x3") if q.dtype == torch.float32 else ("ieee", None)
+
+
+def _key_precision(q: Tensor) -> str:
+    """`_precision` of products in the key kernel. tf32x3 takes 160 KiB of shared memory there, which A100 and what
+    `is_datacenter` names have; ieee takes 92, is slow, and was not timed."""
+    precision, _ = _precision(q)
+    fits = precision != "tf32x3" or is_datacenter(q.device.index) or cuda_capability(q.device.index) == 80
+    return precision if fits else "ieee"
 
 
 def _heads(q: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -237,7 +246,7 @@ def _backward(
     launch(
         key_gradients_kernel, (slots * heads[0],),
         dk, dg, d_beta, q, k, beta, dr, m, f, dG, d_beta_part, n, states, d_states, G, q_scale, k_scale, cu_,
-        v.shape[1], sequences, *_strides(q, k), cu is not None, *heads, block, CHUNK, precision, **options,
+        v.shape[1], sequences, *_strides(q, k), cu is not None, *heads, block, CHUNK, _key_precision(q), **options,
     )  # fmt: skip
     return dq, dk, dv, dg, d_beta, d_first
 
