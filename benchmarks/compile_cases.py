@@ -5,6 +5,7 @@ A case runs inside `pretend.gpu`, where tensors have no memory. Sizes are those 
 calls are not compiled.
 """
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward as run_backward
 
 from ligermodels import kernels
+from ligermodels.kernels._math import Activation
 from ligermodels.kernels.attention.decode_attention import decode_attention, rope_decode_attention
 from ligermodels.kernels.attention.decode_keys_as_values import rope_decode_keys_as_values
 from ligermodels.kernels.attention.rope import rope_to_cache
@@ -22,6 +24,7 @@ from ligermodels.kernels.experts.experts import experts_of
 from ligermodels.kernels.linear._gemv import gemv
 from ligermodels.kernels.linear.int2_matmul import int2_matmul
 from ligermodels.kernels.linear.linear import linears
+from ligermodels.kernels.linear.mxfp4 import MXFP4Weight
 from ligermodels.kernels.linear.nf4 import NF4Weight
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand
 from ligermodels.kernels.linear.quantized import GROUP, WORDS, QuantizedWeight
@@ -33,6 +36,7 @@ from ligermodels.training.gradients import accumulate_in_place
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 VOCAB = 128256
+CLAMPED = kernels.ClampedSwiGLU(1.702, 7.0)
 
 
 def new(*shape: int, dtype: torch.dtype = BF16, train: bool = True) -> Tensor:
@@ -102,6 +106,8 @@ def attention(dim: int, dtype: torch.dtype = BF16, length: int = 8192, **options
         options["cu_seqlens"] = frozen(9, dtype=INT32)
     if options.pop("padded", False):
         options["key_mask"] = frozen(1, length, dtype=torch.bool)
+    if options.pop("sinks", False):
+        options["sinks"] = new(heads, dtype=dtype)
     backward(kernels.attention(*qkv(1, length, heads, kv_heads, dim, dtype), **options))
 
 
@@ -116,6 +122,8 @@ def decoded(
     starts, ends = (frozen(rows, dtype=INT32) for _ in range(2))
     if fp8:
         options["scales"] = tuple(frozen(rows, capacity, kv_heads) for _ in range(2))
+    if options.pop("sinks", False):
+        options["sinks"] = frozen(heads, dtype=dtype)
     rope_decode_attention(q, k, v, *tables, keys, values, starts, ends, **options)
     if dim == 128:
         options.pop("window", None)
@@ -256,6 +264,17 @@ def nf4() -> None:
     NF4Weight("nf4", (4096, 4096), BF16, 64, packed, absmax, frozen(16, dtype=FP32), *nested).dequantize()
 
 
+def mxfp4(*shape: int) -> MXFP4Weight:
+    *count, rows, columns = shape
+    lead = math.prod((*count, rows))
+    packed, scale = frozen(lead, columns // 2, dtype=torch.uint8), frozen(lead, columns // 32, dtype=torch.uint8)
+    return MXFP4Weight("mxfp4", shape, BF16, 32, packed, scale)
+
+
+def unpacked_mxfp4() -> None:
+    mxfp4(5760, 2880).dequantize()
+
+
 def int2() -> None:
     scales = dict(scale_w=frozen(1, dtype=FP32))
     for rows in (1, 16, 4096):
@@ -275,7 +294,7 @@ def routes() -> None:
 
 def experts(
     rows: int, hidden: int = 2048, inner: int = 768, count: int = 128, top_k: int = 8, dtype: torch.dtype = BF16,
-    *, bias: bool = False, rank: int = 0,
+    *, bias: bool = False, rank: int = 0, activation: Activation = "silu",
 ) -> None:  # fmt: skip
     def operand(columns: int, width: int) -> LinearOperand:
         adapter = None
@@ -286,15 +305,21 @@ def experts(
 
     chosen = frozen(rows, top_k, dtype=INT32)
     weights = new(rows, top_k, dtype=FP32)
-    backward(
-        experts_of(new(rows, hidden, dtype=dtype), weights, chosen, operand(2 * inner, hidden), operand(hidden, inner))
-    )
+    layers = operand(2 * inner, hidden), operand(hidden, inner)
+    backward(experts_of(new(rows, hidden, dtype=dtype), weights, chosen, *layers, activation=activation))
 
 
 def decoded_experts(rows: int, dtype: torch.dtype = BF16) -> None:
     chosen, weights = frozen(rows, 8, dtype=INT32), frozen(rows, 8, dtype=FP32)
     projections = frozen(128, 2 * 768, 2048, dtype=dtype), frozen(128, 2048, 768, dtype=dtype)
     kernels.moe_experts(frozen(rows, 2048, dtype=dtype), weights, chosen, *projections)
+
+
+def decoded_experts_of_gpt_oss(rows: int, *, few_bits: bool) -> None:
+    chosen, weights = frozen(rows, 4, dtype=INT32), frozen(rows, 4, dtype=FP32)
+    make = mxfp4 if few_bits else frozen
+    layers = [LinearOperand(make(32, n, 2880), frozen(32, n), None) for n in (5760, 2880)]
+    experts_of(frozen(rows, 2880), weights, chosen, *layers, activation=CLAMPED)
 
 
 # ---- The optimizer ----
@@ -327,6 +352,9 @@ CASES: dict[str, Callable[[], None]] = {
     "attention 256 softcap": lambda: attention(256, softcap=50.0),
     "attention 256 window": lambda: attention(256, window=512),
     "attention 256 softcap fp32": lambda: attention(256, FP32, softcap=50.0),
+    "attention 64 sinks": lambda: attention(64, sinks=True, packed=True),
+    "attention 64 sinks, window": lambda: attention(64, sinks=True, window=128),
+    "attention 64 sinks, padded": lambda: attention(64, sinks=True, padded=True),
     "attention 512": lambda: attention(512),
     "attention 512 packed, padded": lambda: attention(512, packed=True, padded=True),
     "decode 64": lambda: decoded(64),
@@ -336,6 +364,8 @@ CASES: dict[str, Callable[[], None]] = {
     "decode 128 fp8": lambda: decoded(128, fp8=True),
     "decode 128 fp32": lambda: decoded(128, dtype=FP32),
     "decode 256 softcap": lambda: decoded(256, heads=16, softcap=50.0),
+    "decode 64 sinks": lambda: decoded(64, heads=64, sinks=True),
+    "decode 64 sinks, window": lambda: decoded(64, heads=64, sinks=True, window=128, ring=True),
     "decode 512": lambda: decoded(512, heads=16),
     "decode 256 fp32": lambda: decoded(256, heads=16, dtype=FP32),
     "decode keys as values": keys_as_values,
@@ -366,10 +396,17 @@ CASES: dict[str, Callable[[], None]] = {
     "int8, 64 rows fp32": lambda: quantised("int8", 64, dtype=FP32),
     "int4, 64 rows fp32": lambda: quantised("int4", 64, dtype=FP32),
     "nf4": nf4,
+    "mxfp4": unpacked_mxfp4,
     "int2": int2,
     "route": routes,
     "experts": lambda: experts(4096),
-    "experts of gpt-oss": lambda: experts(4096, 2880, 2880, 32, 4, bias=True),
+    "experts of gpt-oss": lambda: experts(4096, 2880, 2880, 32, 4, bias=True, activation=CLAMPED),
+    "experts of gpt-oss, LoRA": lambda: experts(4096, 2880, 2880, 32, 4, bias=True, rank=16, activation=CLAMPED),
+    **{
+        f"experts of gpt-oss{' mxfp4' * few_bits}, {rows} tokens": lambda rows=rows, few_bits=few_bits:
+            decoded_experts_of_gpt_oss(rows, few_bits=few_bits)
+        for few_bits in (False, True) for rows in (1, 12, 64)
+    },
     "experts fp32": lambda: experts(1024, dtype=FP32),
     "experts LoRA": lambda: experts(4096, rank=16),
     "experts, one token": lambda: decoded_experts(1),
