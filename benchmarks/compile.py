@@ -48,6 +48,8 @@ TABLE = Path(__file__).parent / "results" / "ptxas.json"
 SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program can have, by capability. Source: CUDA C++ Programming Guide, compute
 capabilities."""
+TENSOR_MEMORY = 512
+"""Columns of data center Blackwell's. With more, Triton 3.9 makes a kernel that only traps, and refuses its launch."""
 REGISTERS_MAY_GROW = 1.1
 
 
@@ -129,6 +131,11 @@ def figures(variant: Variant) -> Figures | str:
             compiled = triton.compile(source, target=pretend.target(variant.capability), options=launch.options)
     except Exception as error:  # of the compiler, of any kind
         return f"{type(error).__name__}: {str(error).strip()[-400:]}"
+    columns = getattr(compiled.metadata, "tmem_size", None) or 0
+    if columns > TENSOR_MEMORY:
+        return f"needs {columns} columns of tensor memory, and a multiprocessor has {TENSOR_MEMORY}"
+    if "ret;" not in compiled.asm["ptx"]:
+        return "ends in a trap: the compiler gave up, and said nothing"
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log.getvalue())]
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log.getvalue())]
     return Figures(max(registers), sum(spilled), compiled.metadata.shared, compiled.metadata.num_warps)
