@@ -39,10 +39,6 @@ def main(argv: list[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
         try:
-            if argv[:1] and argv[0] in _RUN_KERNELS and not str(getattr(args, "device", "")).startswith("cpu"):
-                from ligermodels.cli.doctor_kernels import check_once
-
-                check_once()
             status = args.run(args)
             sys.stdout.flush()
             return status
@@ -81,9 +77,6 @@ _MODULES: dict[str, Any] = {
     "generate": chat, "chat": chat, "train": train, "bench": bench, "inspect": checkpoints, "convert": checkpoints,
     "verify": checkpoints, "eval": evaluate, "doctor": doctor, "plan": plan,
 }  # fmt: skip
-
-_RUN_KERNELS = ("generate", "chat", "train", "bench", "eval")
-"""Commands that begin with `check_once`."""
 
 
 def _parser(command: str = "") -> argparse.ArgumentParser:

@@ -133,6 +133,7 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
     import torch
 
     import ligermodels
+    from ligermodels.cli import doctor_kernels
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -140,6 +141,7 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {device} cannot be used: {reason}. `ligermodels doctor` says what can") from None
+    doctor_kernels.check_once(torch.device(device))
     model = ligermodels.load(
         args.model,
         revision=args.revision,

@@ -91,6 +91,9 @@ def _train(args: argparse.Namespace) -> int:
             raise InputError(f"MODEL is {model}, a file of options; did you mean --config {model}?")
         options = options_of(args.recipe).merged(flags, vars(args).get("config"))
     check_is_model(options.model)
+    from ligermodels.cli import doctor_kernels
+
+    doctor_kernels.check_once()
     folder, _ = train(options)
     if folder is not None and os.environ.get("RANK", "0") == "0":
         print(folder)

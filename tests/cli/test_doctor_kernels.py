@@ -10,7 +10,7 @@ import torch
 
 from ligermodels.cli import doctor_kernels
 from ligermodels.kernels import _tested
-from tests.cli.commands import run, stdin_of
+from tests.cli.commands import run, write_checkpoint
 
 GPU_RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu.json"
 GOOD, BAD = doctor_kernels.Result("glu", 0.001, 0.008), doctor_kernels.Result("rope", 0.1, 0.008)
@@ -37,10 +37,18 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(doctor_kernels, "cuda_capability", lambda index: here.capability)
     monkeypatch.setattr(doctor_kernels, "use_triton", lambda x: True)
-    monkeypatch.setattr(doctor_kernels.torch, "empty", lambda *shape, device: None)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **rest: empty(
+        *shape, device="cpu" if str(device).startswith("cuda") else device, **rest
+    ))  # fmt: skip
     monkeypatch.setattr(doctor_kernels, "triton", SimpleNamespace(__version__=here.triton))
     monkeypatch.setattr(doctor_kernels, "run", check)
     return here
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 def test_an_unknown_gpu_is_checked_once(machine, monkeypatch, tmp_path, capsys):
@@ -66,10 +74,15 @@ def test_an_unknown_triton_is_checked(machine, monkeypatch, capsys):
     assert machine.runs == 1 and "never with 3.10.0" in capsys.readouterr().err
 
 
-def test_a_command_does_not_start_on_wrong_kernels(machine, monkeypatch, capsys):
+TRAIN = ("train", "sft", "x/y", "--data", "z", "--output-dir", "{folder}/run")
+
+
+@pytest.mark.parametrize("argv", [("generate", "{folder}", "--prompt", "x"), ("bench", "{folder}"), TRAIN])
+def test_a_command_does_not_start_on_wrong_kernels(machine, monkeypatch, capsys, folder, argv):
     machine.found = [GOOD, BAD]
+    argv = [text.format(folder=folder) for text in argv]
     for _ in range(2):  # a report of a failure does not end the checks
-        status, _, err = run(capsys, "generate", "nowhere/at/all", "--prompt", "x")
+        status, _, err = run(capsys, *argv)
         assert status == 3 and "FAIL rope" in err and "ok   glu" not in err
         assert "give wrong results, or none, on NVIDIA GeForce RTX 5090 with Triton 3.9.0: rope. " in err
     assert machine.runs == 2
@@ -78,11 +91,9 @@ def test_a_command_does_not_start_on_wrong_kernels(machine, monkeypatch, capsys)
     assert machine.runs == 2
 
 
-@pytest.mark.parametrize("argv", [("doctor",), ("inspect", "x"), ("chat", "nowhere/at/all", "--device", "cpu")])
-def test_what_needs_no_kernels_checks_none(machine, argv, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", stdin_of(""))
-    monkeypatch.setattr("ligermodels.cli.doctor._findings", lambda: iter(()))
-    run(capsys, *argv)
+@pytest.mark.parametrize("options", [("--device", "cpu"), ("--top-p", "7")])
+def test_what_needs_no_kernels_checks_none(machine, folder, options, capsys):
+    run(capsys, "generate", folder, "--prompt", "x", *options)
     assert machine.runs == 0
 
 

