@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ligermodels.checkpoint.weights import Region, TensorInfo
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.kernels.linear.mxfp4 import BLOCK, MXFP4Weight
+from ligermodels.kernels.linear.mxfp4 import BLOCK, MXFP4Weight as MXFP4Weight
 from ligermodels.layers.quantized import QuantizedLinear
 
 

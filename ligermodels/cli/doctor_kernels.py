@@ -24,8 +24,10 @@ from ligermodels.errors import LigermodelsError
 from ligermodels.kernels import _tested
 from ligermodels.kernels._triton import cuda_capability, is_datacenter, triton, use_triton
 from ligermodels.kernels.attention import attention, decode_attention, decode_keys_as_values, rope
+from ligermodels.kernels.experts.experts import experts_of, experts_reference
 from ligermodels.kernels.linear.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2
 from ligermodels.kernels.linear.linear import linears
+from ligermodels.kernels.linear.mxfp4 import quantize_mxfp4
 from ligermodels.kernels.linear.nf4 import dequantize_nf4_reference, quantize_nf4
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand
 from ligermodels.kernels.linear.quantized import dequantize_reference, quantize
@@ -116,9 +118,9 @@ def _cache(d: Draw, size: int, rotating: int | None = None) -> Arguments:
     return {**new, **d.tables(1, size), **kept, "starts": d.int32(0, 3), "ends": d.int32(capacity - 1, 20)}
 
 
-def _decoded_reference(*, q, k, v, cos, sin, keys, values, starts, ends):  # type: ignore[no-untyped-def]
+def _decoded_reference(*, q, k, v, cos, sin, keys, values, starts, ends, **rest):  # type: ignore[no-untyped-def]
     q = rope.rope_to_cache_reference(q, k, v, cos, sin, keys, values, ends)
-    return decode_attention.decode_attention_reference(q, keys, values, starts, ends)
+    return decode_attention.decode_attention_reference(q, keys, values, starts, ends, **rest)
 
 
 def _with_cache(op: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
@@ -217,14 +219,45 @@ def _mlp(d: Draw, rows: int, train: bool) -> Arguments:
     }
 
 
-def _experts(d: Draw, rows: int, train: bool) -> Arguments:
+def _experts(d: Draw, rows: int, train: bool, bias: bool = False) -> Arguments:
     hidden, inner, count, top_k = d.size(512, 32), d.size(256, 16), 8, 2
     weights, experts = kernels.route_reference(d.data(rows, count, dtype=torch.float32), top_k=top_k)
+    biases = {"gate_up_proj_bias": 2 * inner, "down_proj_bias": hidden} if bias else {}
     return {
         "x": d(rows, hidden, train=train), "weights": weights.requires_grad_(train), "experts": experts,
         "gate_up_proj": d(count, 2 * inner, hidden, scale=hidden**-0.5, train=train),
         "down_proj": d(count, hidden, inner, scale=inner**-0.5, train=train),
+        **{name: d(count, size, train=train) for name, size in biases.items()},
     }  # fmt: skip
+
+
+def _biased_experts(rows: int) -> Check:
+    """Those of gpt-oss. Its limit of 7 clamps nothing here: rounding would move elements across another."""
+    options = dict(activation=kernels.ClampedSwiGLU(1.702, 7.0))
+    return _both(
+        kernels.moe_experts, kernels.moe_experts_reference, lambda d: _experts(d, rows, rows > 64, True), **options
+    )
+
+
+def _mxfp4(rows: int) -> Check:
+    """Experts whose weights are read in 4 bits, or dequantised."""
+
+    def arguments(d: Draw) -> Arguments:
+        hidden, inner, count = d.size(512, 32), d.size(256, 32), 8
+        weights, experts = kernels.route_reference(d.data(rows, count, dtype=torch.float32), top_k=2)
+        shapes = {"gate_up": (count, 2 * inner, hidden), "down": (count, hidden, inner)}
+        drawn = {name: d.data(*shape, scale=shape[2] ** -0.5) for name, shape in shapes.items()}
+        packed = {name: quantize_mxfp4(weight) for name, weight in drawn.items()}
+        return {"x": d.data(rows, hidden), "weights": weights, "experts": experts, **packed}
+
+    def op(*, gate_up: Any, down: Any, **rest: Any) -> Tensor:
+        return experts_of(**rest, gate_up=LinearOperand(gate_up), down=LinearOperand(down))
+
+    def reference(*, gate_up: Any, down: Any, **rest: Any) -> Tensor:
+        first, last = (LinearOperand(weight.dequantize(rest["x"].dtype)) for weight in (gate_up, down))
+        return experts_reference(**rest, gate_up=first, down=last, activation="silu")
+
+    return Check(op, reference, arguments)
 
 
 def _delta(d: Draw) -> Arguments:
@@ -293,9 +326,11 @@ def _attention(size: int, length: Callable[[Draw], int] = _long, **options: Any)
             more["cu_seqlens"] = d.int32(0, tokens // 3, tokens // 3 + 1, tokens)
         if options.get("padded"):
             more["key_mask"] = (torch.arange(tokens, device=d.device) >= 5)[None]
+        if options.get("sinks"):
+            more["sinks"] = d(d.size(8, 2))
         return {**_heads(d, tokens, d.size(size, 320 if size > 256 else 16)), **more}
 
-    given = {name: value for name, value in options.items() if name not in ("packed", "padded")}
+    given = {name: value for name, value in options.items() if name not in ("packed", "padded", "sinks")}
     return _both(kernels.attention, attention.attention_reference, arguments, **given)
 
 
@@ -333,9 +368,14 @@ CHECKS: dict[str, Check] = {
     "attention, window": _attention(64, window=33),
     "attention, packed": _attention(128, packed=True),
     "attention, padded": _attention(64, lambda d: d.size(700, 40), window=33, padded=True),
+    "attention, sinks": _attention(64, window=33, sinks=True),
     "attention of 256": _attention(256, lambda d: d.size(700, 40), window=33),
     "attention of 512": _attention(512, lambda d: d.size(700, 40)),
     "decode": Check(decode_attention.rope_decode_attention, _decoded_reference, lambda d: _cache(d, d.size(128, 16))),
+    "decode, sinks": Check(
+        decode_attention.rope_decode_attention, _decoded_reference,
+        lambda d: {**_cache(d, d.size(64, 16)), "sinks": d.data(d.size(8, 2))},
+    ),
     "rope to cache": Check(_with_cache(rope.rope_to_cache), _with_cache(rope.rope_to_cache_reference), _appended),
     "decode, keys as values": Check(
         decode_keys_as_values.rope_decode_keys_as_values, _keys_as_values_reference,
@@ -345,6 +385,8 @@ CHECKS: dict[str, Check] = {
     "experts": Check(_K.moe_experts, _K.moe_experts_reference, lambda d: _experts(d, _tokens(d), True)),
     "experts, one row": Check(_K.moe_experts, _K.moe_experts_reference, lambda d: _experts(d, 1, False)),
     "experts, 12 rows": Check(_K.moe_experts, _K.moe_experts_reference, lambda d: _experts(d, 12, False)),
+    **{_rows("expert biases", n): _biased_experts(n) for n in (1, 12, 100)},
+    **{_rows("mxfp4 experts", n): _mxfp4(n) for n in (1, 12, 100)},
     "gated_delta_rule": Check(_K.gated_delta_rule, _K.gated_delta_rule_reference, _delta),
     "gated_delta_step": Check(
         _with_rings(gated_delta_step.gated_delta_step), _with_rings(gated_delta_step.gated_delta_step_reference),

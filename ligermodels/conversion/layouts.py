@@ -21,11 +21,11 @@ from ligermodels.checkpoint.files import (
     read_json,
     weight_files,
 )
+from ligermodels.checkpoint.mxfp4 import MXFP4Weight
 from ligermodels.conversion.merging import MergedSource
 from ligermodels.conversion.original import PARAMS, MetaSource, MistralSource
 from ligermodels.conversion.source import Source, View
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.kernels.linear.mxfp4 import MXFP4Weight
 
 Layout = Literal["folder", "gguf", "meta", "mistral", "dcp", "adapter"]
 LAYOUTS: dict[Layout, str] = {

@@ -23,10 +23,10 @@ from ligermodels.arch import CausalLM
 from ligermodels.checkpoint import adapters, weights
 from ligermodels.checkpoint.adapters import CONFIG, FACTOR, PREFIX, read_options, read_tensors
 from ligermodels.checkpoint.files import companion_files, json_bytes
+from ligermodels.checkpoint.mxfp4 import MXFP4Weight
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.conversion.source import Source, View
 from ligermodels.errors import CheckpointError
-from ligermodels.kernels.linear.mxfp4 import MXFP4Weight
 
 _HEAD = "lm_head.weight"
 _ROWS = 1024

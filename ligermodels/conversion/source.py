@@ -11,9 +11,9 @@ from torch import Tensor
 from ligermodels.arch import ARCHS, TEXTS, CausalLM
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.files import json_bytes, lenient_json
+from ligermodels.checkpoint.mxfp4 import MXFP4Weight
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError, ConfigError, MismatchError, config_of
-from ligermodels.kernels.linear.mxfp4 import MXFP4Weight
 
 
 class Source:

@@ -64,6 +64,7 @@ LEFT_OUT = [
     "_gradients._write_kernel",  # of gradients that are added in place, or have another dtype than the weight
     *(f"attention._unfused_attention._{name}_kernel" for name in ("delta", "dkdv", "dq", "table", "values", "weights")),
     "attention.decode_attention._many_kernel",
+    *(f"experts._decode_mxfp4.{name}_kernel" for name in ("_down", "_up")),
     "experts._order._dispatch_kernel",
     "linear._split._split_kernel",
     *(f"loss.vocab_parallel_cross_entropy._{name}_kernel" for name in ("merge", "statistics")),
