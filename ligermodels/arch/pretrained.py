@@ -25,7 +25,9 @@ from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.files import companion_files, json_bytes, read_json, unreplaced
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, config_of
 from ligermodels.layers import LMHead
+from ligermodels.kernels.linear.fp8_matmul import FP8Recipe, check_device, recipe_of
 from ligermodels.layers.base import fp32_names, init_weights
+from ligermodels.layers.fp8 import use_fp8
 from ligermodels.processes import Processes
 from ligermodels.training.files import reshard
 from ligermodels.training.mtp import alone_with, empty_mtp
@@ -50,6 +52,7 @@ class Pretrained(nn.Module):
     config: Any
     generation_config: Any
     get_input_embeddings: Any
+    decoder: Any
     _set_checkpointing: Any
     device: Any
     dtype: Any
@@ -72,6 +75,7 @@ class Pretrained(nn.Module):
         seed: int | None = None,
         activation_checkpointing: str | Mapping[str, Any] = "none",
         mtp_loss_weight: float | None = None,
+        fp8: str | FP8Recipe | None = None,
         mesh: Any = None,
         parallel: Mapping[str, Any] | None = None,
     ) -> Self:
@@ -80,7 +84,7 @@ class Pretrained(nn.Module):
         seed: of the weights; None draws one from torch's generator, so that `torch.manual_seed` decides the weights.
         dtype: "auto" is the config's own. device: "meta" builds shapes only.
         activation_checkpointing: "none", "mlp" or "block", or the dict of `gradient_checkpointing_enable`.
-        mtp_loss_weight, mesh, parallel: as in `from_hub`. The weights are those that one process draws from the same
+        mtp_loss_weight, fp8, mesh, parallel: as in `from_hub`. The weights are those that one process draws from the same
             seed on a device of the same kind; without one, all take that of the mesh's first process. Beyond the
             shards, memory for one whole parameter is needed.
         Raises ConfigError if the config cannot work, and InputError.
@@ -90,6 +94,8 @@ class Pretrained(nn.Module):
         is_meta = device is not None and torch.device(device).type == "meta"
         _check_mesh(mesh, parallel, None if is_meta else device)
         model = cls._on_meta(config, dtype, activation_checkpointing, mtp_loss_weight)
+        if fp8 is not None:
+            model.use_fp8(fp8)
         if mesh is None:
             device = torch.device(device or torch.get_default_device())
         else:
@@ -124,6 +130,7 @@ class Pretrained(nn.Module):
         allow_pickle: bool = False,
         activation_checkpointing: str | Mapping[str, Any] = "none",
         mtp_loss_weight: float | None = None,
+        fp8: str | FP8Recipe | None = None,
         mesh: Any = None,
         parallel: Mapping[str, Any] | None = None,
         **options: Any,
@@ -143,7 +150,8 @@ class Pretrained(nn.Module):
             read into host memory, and accelerate distributes it within `max_memory`. Modules on "disk" stay in the
             checkpoint's files, and each forward reads them; `offload_folder` is not needed, and ignored.
         quantization_config: "nf4" quantises linear modules and experts to 4 bits, frozen, for LoRA, "mxfp4" experts
-            alone; "int8", "fp8" and "int4" are for inference; a config of bitsandbytes or torchao selects that library.
+            alone, "fp8" to 8 bits, for LoRA with products in FP8 and for inference; "int8" and "int4" are for
+            inference; a config of bitsandbytes or torchao selects that library.
             See `quantization.quantizer_of`. Modules are quantised as they are read; with bitsandbytes the default
             device is the GPU. A quantised checkpoint stays so; one in MXFP4 (gpt-oss) is dequantised with
             {"quant_method": "mxfp4", "dequantize": True} or transformers' Mxfp4Config(dequantize=True).
@@ -151,6 +159,7 @@ class Pretrained(nn.Module):
             `from_config`.
         mtp_loss_weight: reads the layer for multi-token prediction too, as `training.load_mtp` does, with this weight
             of its loss; None: it is not read.
+        fp8: "rowwise", "tensorwise", "rowwise-bf16-dw" or an FP8Recipe: see `use_fp8`; not with quantization_config.
         mesh: a DeviceMesh. `ligermodels.parallel.parallelize` shards the model over its processes before it is loaded;
             each process calls this, and reads its own rows onto its device. parallel: options of `parallelize`.
         options: fields of the config to change, such as use_cache=False. Arguments of transformers that change nothing
@@ -172,6 +181,11 @@ class Pretrained(nn.Module):
             model_config = cls._checked_config(values, changes)
             model_config._name_or_path = str(id_or_folder)
             quantizer = quantization.choose(quantization_config, saved_with)
+            if fp8 is not None and quantizer is not None:
+                raise InputError(
+                    'fp8= multiplies weights in 16 bits in FP8, and these are quantised: leave it out. Adapters over '
+                    'quantization_config="fp8" compute in FP8 without it'
+                )
             if mesh is not None and quantizer is not None:
                 raise InputError("mesh= shards plain weights, and these are quantised: leave mesh out, or quantization")
             opened = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
@@ -179,6 +193,8 @@ class Pretrained(nn.Module):
             if mtp_loss_weight is not None and quantizer is not None:
                 raise InputError("mtp_loss_weight= reads plain weights, and these are quantised: use training.load_mtp")
             model = cls._on_meta(model_config, dtype, activation_checkpointing, mtp_loss_weight)
+            if fp8 is not None:
+                model.use_fp8(fp8, device=place)
             if config is not None and dtype == "auto" and (of_file := model._dtype_of(opened.headers)):
                 model.config.dtype = str(of_file).removeprefix("torch.")
                 model.to(of_file)
@@ -253,6 +269,26 @@ class Pretrained(nn.Module):
         model.config.dtype = str(dtype).removeprefix("torch.")
         model._set_checkpointing(activation_checkpointing)
         return model.to(dtype)
+
+    def use_fp8(self, fp8: str | FP8Recipe | None, *, device: torch.device | None = None) -> list[str]:
+        """Has the linear modules of the text model's blocks multiply in FP8, in training and in forwards of more than
+        64 rows; returns their names. None turns that off. docs/fp8.md.
+
+        Weights stay what they are, and are saved so. Embedding, head, norms, routers, small gates, experts, vision
+        towers and layers whose sizes are no multiples of 16 compute as before. Activations are bf16, by the model's
+        dtype or by autocast. device: of the model, where it is on meta still.
+        Raises InputError for another recipe, for a GPU without FP8, and for a model that has no such module.
+        """
+        recipe = None if fp8 is None else recipe_of(fp8)
+        if recipe is not None:
+            check_device(device or self.device)
+        names = use_fp8(self.decoder.layers, recipe)
+        if recipe is not None and not names:
+            raise InputError(
+                f"fp8={fp8!r}: no linear module of the blocks of {type(self).__name__} can compute in FP8: they are "
+                "quantised, have adapters, or sizes that are no multiples of 16. Leave fp8 out"
+            )
+        return names
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:

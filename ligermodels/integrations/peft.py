@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand
+from ligermodels.layers.fp8 import FP8Linear
 from ligermodels.layers.head import LMHead
 from ligermodels.layers.linear import has_hooks, operands_of
 
 
 def operand_of(module: Any) -> LinearOperand | None:
-    """The operand of PEFT's LoRA around an untouched nn.Linear, or None.
+    """The operand of PEFT's LoRA around an untouched nn.Linear or FP8Linear, or None.
 
     None unless exactly one adapter is on, without dropout, DoRA, bias or other variants. PEFT computes the adapter in
     the dtype of its weights: by default fp32, also where the base is in 16 bits.
@@ -33,12 +34,15 @@ def operand_of(module: Any) -> LinearOperand | None:
     if name in module.lora_variant or module.fan_in_fan_out or (module.training and type(dropout) is not nn.Identity):
         return None
     for linear in (base, a, b):
-        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or has_hooks(linear):
+        plain = type(linear) is nn.Linear or (linear is base and type(linear) is FP8Linear)
+        if not plain or type(linear.weight) is not nn.Parameter or has_hooks(linear):
             return None
     weight, device = base.weight, base.weight.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else a.weight.dtype
     if torch.promote_types(dtype, weight.dtype) != dtype or b.bias is not None:
         return None
+    if type(base) is FP8Linear:
+        weight = base.operand
     return LinearOperand(weight, base.bias, Adapter(a.weight, b.weight, module.scaling[name], dtype))
 
 

@@ -119,6 +119,8 @@ class Layer(nn.Module):
     """It reads a mask of tokens, and takes no padding between them."""
     stacked: ClassVar[tuple[str, ...]] = ()
     """Names of its weights [E, out, in] that are quantised as matrices, see `Experts`."""
+    keep_bf16: ClassVar[tuple[str, ...]] = ()
+    """Names of its linear modules that stay in 16 bits where others compute in FP8: routers and small gates."""
     keep_fp32: bool = False
     """Its own parameters and buffers, not those of modules inside of it, stay in fp32 where the model is in 16 bits:
     cast, loaded, saved, and under FSDP2, of which the layer is then a unit.

@@ -24,6 +24,9 @@ def linears_part(layer: nn.Module, inputs: Sequence[str], at: FusionContext, out
         operands = operands_of(layer.get_submodule(name) for name in names) or []  # none for weights that FSDP gathers
         if "torch" in (chosen(operands[: len(inputs)]), chosen(operands[len(inputs) :])):
             return FusionPart(part, "each by itself, by PyTorch", False, "autocast casts their input or weights")
+        if len({operand.is_fp8 for operand in operands[: len(inputs)]}) > 1:
+            ops = "an op of those in FP8, and one of those that are not"
+            return FusionPart(part, ops + operand_kinds(operands), output is None, "some stay in 16 bits")
         why = _why_not_joint(layer, inputs, at.gathered)
         fused_op = "one op" if output else "one matmul"
         each = f" of {' and '.join(inputs)}" if output else ""
@@ -40,8 +43,11 @@ def linears_part(layer: nn.Module, inputs: Sequence[str], at: FusionContext, out
 
 
 def operand_kinds(operands: Sequence[LinearOperand]) -> str:
-    """What the operands have: adapters, quantised weights."""
+    """What the operands have: adapters, products in FP8, quantised weights."""
     lora = ", with LoRA" if any(operand.adapter for operand in operands) else ""
+    recipes = list(dict.fromkeys(operand.weight.recipe.name if operand.is_fp8 else "bf16" for operand in operands))
+    if recipes not in ([], ["bf16"]):
+        lora += f", in FP8 ({', some '.join(recipes)})"
     return lora + ", weights dequantised" * any(isinstance(operand.weight, LowBitWeight) for operand in operands)
 
 

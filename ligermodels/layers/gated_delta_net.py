@@ -104,6 +104,7 @@ class GatedDeltaNet(JointProjections):
     norm: GatedRMSNorm
     out_proj: nn.Linear
     is_recurrent = True
+    keep_bf16 = ("in_proj_a", "in_proj_b", "in_proj_ba")
     output_name = "out_proj"
 
     def __init__(

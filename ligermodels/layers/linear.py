@@ -1,4 +1,4 @@
-"""Fused execution of linear modules: `torch.nn.Linear`, and frozen quantised ones (quantized.py).
+"""Fused execution of linear modules: `torch.nn.Linear`, those in FP8 (fp8.py), frozen quantised ones (quantized.py).
 
 Layers have `torch.nn.Linear` modules under the checkpoint's names, so that adapters, quantisers, sharding and
 tensor-parallel plans find them. At each call a fused op takes the operands of untouched modules (`operands_of`),
@@ -6,6 +6,7 @@ with their LoRA adapters (lora.py); a module that something else has wrapped or 
 then runs is decided in kernels/linear/operand.py.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,12 +21,13 @@ from ligermodels.kernels.linear.joint import make_joint
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.operand import LinearOperand
 from ligermodels.layers.base import Layer
-from ligermodels.layers.lora import Adapted, LoRALinear, LoRAQuantizedLinear
+from ligermodels.layers.fp8 import FP8Linear
+from ligermodels.layers.lora import Adapted, LoRAFP8Linear, LoRALinear, LoRAQuantizedLinear
 from ligermodels.layers.parallel import ShardedLinear
 from ligermodels.layers.quantized import QuantizedLinear
 from ligermodels.libraries import integration
 
-_OURS = (nn.Linear, LoRALinear, QuantizedLinear, LoRAQuantizedLinear)
+_OURS = (nn.Linear, FP8Linear, LoRALinear, LoRAFP8Linear, QuantizedLinear, LoRAQuantizedLinear)
 
 
 def operands_of(modules: Iterable[nn.Module]) -> list[LinearOperand] | None:
@@ -73,7 +75,7 @@ def _operand_of(module: Any) -> LinearOperand | None:
         if module.unfusable is not None or any(map(has_hooks, factors)) or not _are_plain(f.weight for f in factors):
             return None
         adapter = module.adapter
-    weight = module.operand if isinstance(module, QuantizedLinear) else parameters["weight"]
+    weight = module.operand if isinstance(module, QuantizedLinear | FP8Linear) else parameters["weight"]
     return LinearOperand(weight, parameters.get("bias"), adapter)
 
 
@@ -161,6 +163,12 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor]:
     operands = None if torch.compiler.is_compiling() else operands_of(modules)
     if operands is None:
         return [apply_linear(module, x) for module in modules]
+    if len({operand.is_fp8 for operand in operands}) > 1:  # two ops, and no copy of both outputs into one
+        outputs: list[Tensor] = []
+        for _, part in itertools.groupby(operands, lambda operand: operand.is_fp8):
+            run = [*part]
+            outputs += linears(x, run).split([operand.weight.shape[0] for operand in run], dim=-1)
+        return outputs
     return linears(x, operands).split([operand.weight.shape[0] for operand in operands], dim=-1)
 
 
@@ -217,9 +225,9 @@ def _tensors_to_join(module: Any) -> dict[str, Any]:
     tensors = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if type(module) is ShardedLinear and module.may_be_joint:
         return {name: parameter._local_tensor for name, parameter in tensors.items()}  # to_local returns a view of it
-    if type(module) is QuantizedLinear and module.form.max_rows:
+    if isinstance(module, QuantizedLinear) and module.form.max_rows:
         tensors["scale"] = module.scale
-    elif type(module) not in (nn.Linear, LoRALinear):
+    elif type(module) not in (nn.Linear, LoRALinear, FP8Linear, LoRAFP8Linear):
         return {}
     return tensors if is_plain_call(module) else {}
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.kernels.linear.operand import Adapter
+from ligermodels.layers.fp8 import FP8Linear
 from ligermodels.layers.quantized import QuantizedLinear
 
 
@@ -37,7 +38,7 @@ class Adapted(nn.Module):
     are the norms of the rows of weight + scale * B A, without gradient. With x' = dropout(x) it is
     y = weight x + bias + (m / n - 1) weight x' + m / n * scale * lora_B(lora_A(x')).
 
-    `Adapted.of(linear, ...)` turns an nn.Linear or QuantizedLinear into this class, in place: parameters keep their
+    `Adapted.of(linear, ...)` turns an nn.Linear, FP8Linear or QuantizedLinear into this class, in place: parameters keep their
     names. `plain()` undoes that. adapter_on=False turns the adapter off. Parameters: weight, bias, lora_A.weight
     [r, in], lora_B.weight [out, r] and lora_magnitude_vector.weight [out]: PEFT's names without its "default".
     Layers run several such modules as one fused op (linear.py), but dropout and DoRA run module by module.
@@ -62,7 +63,7 @@ class Adapted(nn.Module):
     ) -> "Adapted":
         """`linear`, frozen, with an adapter of zeros. dora (dense weights only): magnitudes start at the row norms."""
         options: dict[str, Any] = dict(dtype=dtype, device=linear.weight.device)
-        linear.__class__ = LoRAQuantizedLinear if isinstance(linear, QuantizedLinear) else LoRALinear
+        linear.__class__ = _WITH_ADAPTER[type(linear)]
         linear.requires_grad_(False)
         linear.r, linear.alpha, linear.rslora, linear.adapter_on = r, alpha, rslora, True
         linear.scale = scale_of(alpha, r, rslora)
@@ -76,7 +77,7 @@ class Adapted(nn.Module):
         """Drops the adapter, and turns this into the module that it was, in place."""
         for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"):
             delattr(self, name)
-        self.__class__ = nn.Linear if isinstance(self, LoRALinear) else QuantizedLinear  # type: ignore[assignment]
+        self.__class__ = _WITHOUT_ADAPTER[type(self)]
         return self
 
     @property
@@ -121,5 +122,13 @@ class LoRALinear(Adapted, nn.Linear):
     """An nn.Linear with an adapter."""
 
 
+class LoRAFP8Linear(Adapted, FP8Linear):
+    """A linear module with products in FP8, and an adapter in 16 bits."""
+
+
 class LoRAQuantizedLinear(Adapted, QuantizedLinear):
-    """A linear module of 4-bit weights with an adapter: QLoRA, https://arxiv.org/abs/2305.14314."""
+    """A linear module of 4- or 8-bit weights with an adapter: QLoRA, https://arxiv.org/abs/2305.14314."""
+
+
+_WITH_ADAPTER: Any = {nn.Linear: LoRALinear, FP8Linear: LoRAFP8Linear, QuantizedLinear: LoRAQuantizedLinear}
+_WITHOUT_ADAPTER: Any = {adapted: plain for plain, adapted in _WITH_ADAPTER.items()}

@@ -244,6 +244,8 @@ class ScaledRouter(Layer):
     to sum to 1, and multiplied by the `per_expert_scale` of each. norm: keyword arguments of the RMSNorm.
     """
 
+    keep_bf16 = ("proj",)
+
     def __init__(self, hidden_size: int, num_experts: int, *, top_k: int, **norm: Any):
         super().__init__()
         check_routing(num_experts, top_k=top_k)
@@ -290,6 +292,7 @@ class MoE(Layer):
     """
 
     recompute = False
+    keep_bf16 = ("shared_expert_gate",)
     expert_loads: Tensor | None
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Frozen linear layers with weights of 4 or 8 bits: "nf4" and "mxfp4", over which adapters train; "int8", "fp8" and
+"""Frozen linear layers with weights of 4 or 8 bits: "nf4", "mxfp4" and "fp8", over which adapters train; "int8" and
 "int4" for inference."""
 
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
+from ligermodels.kernels.linear.fp8_matmul import FP8Recipe, FP8Weight
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.low_bit import LowBitWeight
 from ligermodels.kernels.linear.mxfp4 import quantize_mxfp4
@@ -29,6 +30,8 @@ class QuantizedLinear(nn.Module):
     """
 
     bias: nn.Parameter | None
+    fp8: FP8Recipe | None = None
+    """Of kind "fp8": its products are in FP8, as this recipe says; None: the weight is dequantised for each."""
 
     def __init__(self, weight: LowBitWeight, bias: Tensor | None = None):
         super().__init__()
@@ -59,12 +62,13 @@ class QuantizedLinear(nn.Module):
         return cls(quantizers[kind](weight, **options) if kind in quantizers else quantize(weight, kind), bias)
 
     @property
-    def operand(self) -> LowBitWeight:
+    def operand(self) -> LowBitWeight | FP8Weight:
         """The weight for a fused op."""
         form: Any = self.form
         parameters, buffers = self._parameters, self._buffers
         scales = [parameters[n] if n in parameters else buffers[n] for n in form.tensor_names[1:]]
-        return form(*self.options, parameters["weight"], *scales)
+        weight = form(*self.options, parameters["weight"], *scales)
+        return weight if self.fp8 is None else FP8Weight(weight, self.fp8)
 
     def forward(self, x: Tensor) -> Tensor:
         return linears(x, [LinearOperand(self.operand, self.bias)])
@@ -72,7 +76,8 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         _, _, dtype, block = self.options
         size = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{size}, kind={self.kind!r}, dtype={dtype}" + f", block={block}" * bool(block)
+        computes = "" if self.fp8 is None else f", fp8={self.fp8.name!r}"
+        return f"{size}, kind={self.kind!r}, dtype={dtype}" + f", block={block}" * bool(block) + computes
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As in nn.Module, but a cast changes only the bias and the adapter."""

@@ -23,6 +23,7 @@ def parallelize(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     reshard_after_forward: bool | int = True,
+    fp8: Any = None,
 ) -> nn.Module:
     """Spreads a model, which may be on the meta device, over the ranks of `mesh`, in place; returns it.
 
@@ -42,6 +43,9 @@ def parallelize(
     reshard_after_forward: as in torch's `fully_shard`, for the blocks; final norm and head, a tied embedding with them,
     and layers with `keep_fp32` stay whole between forward and backward.
 
+    fp8: a recipe of `use_fp8`, for a model of the zoo: FSDP2 gathers weights in param_dtype, and each rank quantises what
+    it has gathered, once a forward and once a backward. Not under tp.
+
     model: one of the zoo, also inside of an adapter's wrapper such as PEFT's. Other modules can be sharded by FSDP
     alone; their loss has to be a sum over the rank's batch divided by the number of labels of all ranks.
 
@@ -56,6 +60,10 @@ def parallelize(
     if zoo is None and parallel.shards > 1:
         raise InputError(f"{type(model).__name__} is no model of the zoo: of its mesh, cp and tp have to be 1")
     tp = 1 if parallel.tp is None else parallel.tp.size
+    if fp8 is not None:
+        if zoo is None or tp > 1:
+            raise InputError(f"fp8={fp8!r} is for models of the zoo, with tp=1: leave it out, or use dp_shard and cp")
+        zoo.use_fp8(fp8, device=torch.device(mesh.device_type))
     if tp > 1:
         check_tensor(zoo, tp)
     if parallel.cp is not None:

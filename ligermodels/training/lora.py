@@ -25,13 +25,17 @@ from ligermodels.checkpoint import adapters, saving, weights
 from ligermodels.checkpoint.adapters import CONFIG, PREFIX, WEIGHTS
 from ligermodels.checkpoint.files import json_bytes
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.kernels.linear.fp8_matmul import RECIPES, check_device
 from ligermodels.layers import LMHead
+from ligermodels.layers.fp8 import FP8Linear, use_fp8
 from ligermodels.layers.linear import why_not_fused
 from ligermodels.layers.lora import Adapted
 from ligermodels.layers.moe import Adaptable
 from ligermodels.layers.quantized import QuantizedLinear
 from ligermodels.training import files
 
+_BASES = nn.Linear, FP8Linear, QuantizedLinear
+"""Classes of modules that an adapter can be added to."""
 _SAVED = "_lora_modules_to_save"
 """The attribute of a model with adapters: the names in modules_to_save."""
 _FORMAT = "0.21.2"
@@ -84,15 +88,17 @@ def add_lora(
     saved = _named(model, modules_to_save, chosen, "add_lora")
     _rearranged(model, chosen, stacked, saved, "add_lora")
     for name, module in chosen.items():
-        if (reason := why_not_fused(module, nn.Linear, QuantizedLinear)) is not None:
+        if (reason := why_not_fused(module, *_BASES)) is not None:
             raise InputError(f"add_lora: {name} cannot get an adapter, because of {reason}")
         if module.weight.is_meta:
             raise InputError(f"add_lora: {name} is on the meta device; load the model first")
-        if dora and isinstance(module, QuantizedLinear):
+        if dora and isinstance(module, QuantizedLinear | FP8Linear):
+            bits = "4-bit" if module.fp8 is None and module.kind != "fp8" else "in FP8"
             raise InputError(
-                f"add_lora: DoRA needs the norms of {name}, which is 4-bit: load the base in bf16, or use LoRA"
+                f"add_lora: DoRA needs the norms of {name}, which is {bits}: load the base in bf16, or use LoRA"
             )
     _freeze(model, saved, modules_to_save)
+    _multiply_in_fp8(model)
     generator = torch.Generator().manual_seed(seed)
     options: dict[str, Any] = dict(r=r, alpha=alpha, dropout=dropout, rslora=rslora, dora=dora, dtype=dtype)
     added: list[Any] = [Adapted.of(module, **options) for module in chosen.values()]
@@ -117,8 +123,8 @@ def merge_lora(model: Any) -> Any:
     bases = [*linears.values(), *(getattr(module, name) for module, name in experts.values())]
     if any(isinstance(base, QuantizedLinear) for base in bases):
         raise InputError(
-            "merge_lora: the base is 4-bit, and a merge would be rounded to 4 bits again: save_adapter, load the base "
-            "in bf16, load_adapter, and merge there"
+            "merge_lora: the base is quantised, and a merge would be rounded to its few bits again: save_adapter, load "
+            "the base in bf16, load_adapter, and merge there"
         )
     files.reshard(model)
     for module in linears.values():
@@ -225,14 +231,14 @@ def load_adapter(
     sizes: dict[str, tuple[int, float]] = {}
     for name, part in parts.items():
         linear: Any = modules.get(name)
-        if linear is None or why_not_fused(linear, nn.Linear, QuantizedLinear) is not None or linear.weight.is_meta:
+        if linear is None or why_not_fused(linear, *_BASES) is not None or linear.weight.is_meta:
             actual = "not there" if linear is None else f"a {type(linear).__name__}, or not plain"
             merge = _MERGE_IT if isinstance(linear, LMHead) else ""
             raise CheckpointError(
                 f"{folder} has an adapter for {name}, which is {actual} in this {_kind(model)}{merge}"
             )
-        if dora and isinstance(linear, QuantizedLinear):
-            raise CheckpointError(f"{folder} is a DoRA, which 4-bit weights cannot have: load the base in bf16")
+        if dora and isinstance(linear, QuantizedLinear | FP8Linear):
+            raise CheckpointError(f"{folder} is a DoRA, which weights in 4 bits or FP8 cannot have: load it in bf16")
         r, alpha = sizes[name] = adapters.size_of(options, name)
         expected: dict[str, tuple[int, ...]] = {"A": (r, linear.in_features), "B": (linear.out_features, r)}
         expected |= {"magnitude": (linear.out_features,)} if dora else {}
@@ -267,6 +273,7 @@ def load_adapter(
             rows = parts[name][key]
             parts[name][key] = torch.cat([region.from_disk(rows[region.index]) for region in regions])
     _freeze(model, saved, names)
+    _multiply_in_fp8(model)
     for name, part in parts.items():
         r, alpha = sizes[name]
         adapted = Adapted.of(
@@ -367,10 +374,13 @@ def _adapted(model: Any, where: str) -> dict[str, Adapted]:
 
 
 def _check_free(model: Any, where: str) -> None:
-    if kinds := {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)} - {"nf4", "mxfp4"}:
+    kinds = {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}
+    if "fp8" in kinds:
+        check_device(next(module for module in model.modules() if isinstance(module, QuantizedLinear)).weight.device)
+    if kinds := kinds - {"nf4", "mxfp4", "fp8"}:
         raise InputError(
             f"{where}: the weights are {min(kinds)}, which is for inference: load the base in bf16, or with "
-            'quantization_config="nf4", to train adapters over it'
+            'quantization_config="fp8" or "nf4", to train adapters over it'
         )
     if any(isinstance(module, Adapted) for module in model.modules()) or _adapted_experts(model):
         raise InputError(f"{where}: {_kind(model)} has adapters already; merge_lora or a new model comes first")
@@ -379,6 +389,16 @@ def _check_free(model: Any, where: str) -> None:
             f"{where}: {_kind(model)} is sharded already. Call {where} before parallelize, on a mesh without tp: "
             "adapters are not supported under tensor parallel"
         )
+
+
+def _multiply_in_fp8(model: Any) -> None:
+    """Has a base in FP8 be multiplied in FP8, where it would be dequantised for each product.
+
+    Modules outside of the blocks of the text, and what `Layer.keep_bf16` names, are dequantised as before.
+    """
+    blocks = model.decoder.layers if hasattr(model, "decoder") else model
+    if any(isinstance(module, QuantizedLinear) and module.kind == "fp8" for module in blocks.modules()):
+        use_fp8(blocks, RECIPES["rowwise"], frozen=True)
 
 
 def _adapted_experts(model: Any) -> dict[str, tuple[Adaptable, str]]:

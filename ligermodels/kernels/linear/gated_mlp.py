@@ -41,9 +41,9 @@ from ligermodels.kernels.linear._gemv import gemv
 from ligermodels.kernels.linear.activation import activate_reference
 from ligermodels.kernels.linear.glu import GLULinear, check_glu, glu_backward, glu_forward, glu_reference
 from ligermodels.kernels.linear.joint import rows_of
-from ligermodels.kernels.linear.linear import JointLinears, flatten, linears_reference, without_biases
+from ligermodels.kernels.linear.linear import JointLinears, flatten, linears, linears_reference, without_biases
 from ligermodels.kernels.linear.low_bit import Weight
-from ligermodels.kernels.linear.operand import LinearOperand, autocast_dtype, check, choose_mlp
+from ligermodels.kernels.linear.operand import LinearOperand, autocast_dtype, check, choose_mlp, without_fp8
 from ligermodels.kernels.linear.quantized import quantized_glu, quantized_linear
 
 
@@ -69,9 +69,13 @@ def mlp_reference(
 def _reference(
     x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: Activation
 ) -> Tensor:
-    z = linears_reference(x, first)
-    h = (glu_reference if gated else activate_reference)(z, activation=activation)
-    return linears_reference(h, [last])
+    h = (glu_reference if gated else activate_reference)(_layers(x, first), activation=activation)
+    return _layers(h, [last])
+
+
+def _layers(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
+    """By PyTorch's functions; those in FP8 by their op, whose weights are quantised once a step."""
+    return (linears if operands[0].is_fp8 else linears_reference)(x, operands)
 
 
 def _traced(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str) -> Tensor:
@@ -207,6 +211,7 @@ def mlp_of(
     if gated:
         where, layers = "gated_mlp", ("gate_up_", "down_") if len(first) == 1 else ("gate_", "up_", "down_")  # type: ignore[assignment]
     activation, hidden = activation_name(where, activation, gated=gated), check_glu(where, "x", x)
+    *first, last = without_fp8(x, (*first, last))
     how = choose_mlp(x, first, last, gated=gated)
     if how == "gemv":  # unchecked, since decoding is bound by the host
         return _few_rows(x, first, last, activation)

@@ -7,6 +7,7 @@ What differs from separate layers and torch.cat:
   its own columns of y, and adds to dx in its epilogue. One matmul computes all weight gradients, views of one buffer.
 - W_i may be a `LowBitWeight`, which is saved as it is and dequantised for each matmul (low_bit.py). With few rows, the
   kernels of quantized.py read int8, fp8 and int4 directly.
+- W_i may be an `FP8Weight`: then its products are in FP8, forward and backward (fp8_matmul.py). All of an op are, or none.
 - A layer may have a LoRA adapter (lora.py). One matmul computes H = x A^T, [T, r], for all A_i; H is saved.
 - x is saved only where a weight or an adapter is trained. If a norm computed x, the op saves the norm's inputs instead,
   and recomputes x in the backward (`_recompute`): 2 H bytes per token less in 16 bits, for one more run of the norm's
@@ -16,6 +17,7 @@ What differs from separate layers and torch.cat:
 Where that gains nothing, F.linear runs, and for a few rows without a gradient `gemv`: see `choose` in operand.py.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,9 +31,10 @@ from ligermodels.kernels._recompute import Handle, handle_of, recomputed
 from ligermodels.kernels._triton import accumulator, apply, once_differentiable, use_triton
 from ligermodels.kernels.linear._gemv import MAX_ROWS, gemv
 from ligermodels.kernels.linear._lora import LoRABranch, flatten_adapters
-from ligermodels.kernels.linear.joint import as_one, as_one_layer, rows_of
+from ligermodels.kernels.linear import fp8_matmul
+from ligermodels.kernels.linear.joint import as_one, as_one_layer, joint, rows_of
 from ligermodels.kernels.linear.low_bit import LowBitWeight, dequantized, has_bits
-from ligermodels.kernels.linear.operand import Biases, LinearOperand, autocast_dtype, check, choose, kernel_of
+from ligermodels.kernels.linear.operand import Biases, LinearOperand, autocast_dtype, check, choose, kernel_of, without_fp8
 from ligermodels.kernels.linear.quantized import quantized_linear
 
 
@@ -39,7 +42,10 @@ def linears_reference(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
     """The layers one after the other, by PyTorch's own functions, which autograd, autocast and transforms see."""
     outputs = []
     for weight, bias, adapter in operands:
-        y = F.linear(x, weight, bias) if isinstance(weight, Tensor) else _frozen_linear(x, weight, bias)
+        if isinstance(weight, fp8_matmul.FP8Weight):
+            y = fp8_matmul.fp8_linear_reference(x.to(autocast_dtype(x) or x.dtype), weight, bias)
+        else:
+            y = F.linear(x, weight, bias) if isinstance(weight, Tensor) else _frozen_linear(x, weight, bias)
         if adapter is not None:
             dtype = adapter.dtype or x.dtype
             h = F.linear(x.to(dtype), adapter.a.to(dtype))
@@ -113,15 +119,22 @@ def weight_gradients(weights: Sequence[Any], needs: Sequence[bool], dy: Tensor, 
     return [weight_gradient(weight, part, x) if need else None for weight, need, part in each]
 
 
-def flatten(operands: Sequence[LinearOperand]) -> tuple[Sequence[Tensor | None], tuple[int, Any, Any]]:
+Rest = tuple[int, Any, Any, Any]
+
+
+def flatten(operands: Sequence[LinearOperand]) -> tuple[Sequence[Tensor | None], Rest]:
     """(leaves, rest), from which a forward and its backward each build `JointLinears`.
 
     leaves: the tensors that may be trained: a weight for each layer (None if quantised); a bias for each layer, left
     out if no layer has a bias or an adapter; the factors of the adapters. An autograd.Function saves them as they are,
-    since FSDP may move them before the backward. rest: number of layers; quantised weights or None; `Parts` or None.
+    since FSDP may move them before the backward. rest: number of layers; quantised weights or None; `Parts` or None;
+    the recipe and the cache of FP8 or None.
     """
     weights, biases, adapters = zip(*operands, strict=True)
-    count, bits, parts = len(weights), None, None
+    count, bits, parts, fp8 = len(weights), None, None, None
+    if operands[0].is_fp8:
+        fp8 = weights[0].recipe, weights[0].cache
+        weights = tuple([weight.source for weight in weights])
     factors: tuple[Tensor, ...] = ()
     if _none_if_empty(adapters) is not None:
         factors, parts = flatten_adapters(weights, adapters)
@@ -129,7 +142,7 @@ def flatten(operands: Sequence[LinearOperand]) -> tuple[Sequence[Tensor | None],
         bits = [None if isinstance(weight, Tensor) else weight for weight in weights]
         weights = tuple([weight if isinstance(weight, Tensor) else None for weight in weights])
     biases = biases if factors or _none_if_empty(biases) is not None else ()
-    return weights + biases + factors, (count, bits, parts)
+    return weights + biases + factors, (count, bits, parts, fp8)
 
 
 def _none_if_empty(values: Sequence[Any]) -> Any:
@@ -147,6 +160,14 @@ def without_biases(leaves: Sequence[Any], count: int) -> Sequence[Any]:
     return *leaves[:count], *(None,) * count, *leaves[2 * count :]
 
 
+def _one_bias(biases: Sequence[Tensor | None], weights: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """The biases of all layers in one, with zeros for layers that have none."""
+    each = zip(biases, weights, strict=True)
+    parts = [torch.zeros(w.shape[0], dtype=dtype, device=w.device) if b is None else b for b, w in each]
+    whole = parts[0] if len(parts) == 1 else joint(parts)
+    return torch.cat(parts) if whole is None else whole
+
+
 class JointLinears:
     """Linear layers of one input, with outputs side by side: computes outputs and gradients without autograd.
 
@@ -158,10 +179,10 @@ class JointLinears:
     _bias_sum: Tensor | None = None
 
     def __init__(
-        self, leaves: Sequence[Any], rest: tuple[int, Any, Any], dtype: torch.dtype, needs: Sequence[bool] = (),
+        self, leaves: Sequence[Any], rest: Rest, dtype: torch.dtype, needs: Sequence[bool] = (),
         several: bool = False,
     ):  # fmt: skip
-        count, bits, parts = rest
+        count, bits, parts, fp8 = rest
         self.weights: Any = leaves[:count]
         self.has_bits, self.branch = bits is not None, None
         if bits is not None:
@@ -170,6 +191,28 @@ class JointLinears:
         if parts is not None:
             self.branch = LoRABranch(leaves[2 * count :], parts, dtype)
         self.needs, self.several = needs, several
+        self.recipe, self._cache = (None, None) if fp8 is None else fp8
+        self._dtype, self._numbers = dtype, None
+
+    def _in_fp8(self, product: str) -> bool:
+        return self.recipe is not None and getattr(self.recipe, product) == "fp8"
+
+    def _quantized(self) -> tuple[Tensor, Tensor]:
+        """The numbers and scales of all weights in FP8."""
+        if self._numbers is None:
+            if self.has_bits:
+                self._numbers = fp8_matmul.frozen_numbers(self.weights)
+            elif self._cache is None:
+                self._numbers = fp8_matmul.quantized_weights(self.weights, self.recipe)
+            else:
+                self._numbers = self._cache.get(self.weights, self.recipe)
+        return self._numbers
+
+    def _plain(self, dtype: torch.dtype) -> Sequence[Any]:
+        """The weights as tensors, for products that are not in FP8; in this dtype where others are."""
+        if self.has_bits:
+            return dequantized(self.weights, dtype)
+        return self.weights if self.recipe is None else [weight.to(dtype) for weight in self.weights]
 
     def run(self, x: Tensor, out: Tensor | None = None, kernel: str = "") -> tuple[Tensor, Tensor | None]:
         """y [..., sum N_i] of x [..., K], into `out` [T, sum N_i] where given; and H [T, sum r_i] of the adapters.
@@ -177,6 +220,12 @@ class JointLinears:
         kernel: the result of `kernel_of`, if the caller has it.
         """
         weights: Any = self.weights
+        if self._in_fp8("forward"):
+            rows, numbers = x.reshape(-1, x.shape[-1]), self._quantized()
+            bias = None if self.biases is None else _one_bias(self.biases, weights, x.dtype)
+            y = fp8_matmul.forward(rows, numbers, bias, out, self.recipe)
+            y = y.view(*x.shape[:-1], y.shape[1])
+            return y, None if self.branch is None else self.branch.add_to(y.view(-1, y.shape[-1]), rows)
         if not kernel and (self.has_bits or x.numel() <= MAX_ROWS * x.shape[-1]):
             kernel = kernel_of(x, weights, self.biases)
         if kernel == "low_bit":
@@ -185,13 +234,16 @@ class JointLinears:
         elif self.has_bits:
             y = _side_by_side(x, dequantized(weights, x.dtype), self.biases, out, _by_torch)
         else:
+            weights = self._plain(x.dtype)
             y = _side_by_side(x, weights, self.biases, out, gemv if kernel == "gemv" else _by_torch)
         if self.branch is None:
             return y, None
         return y, self.branch.add_to(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
 
     def dequantize(self, dtype: torch.dtype) -> None:
-        """Dequantises quantised weights once, for several calls."""
+        """Dequantises quantised weights once, for several calls; those in FP8 are kept."""
+        if self.recipe is not None:
+            return
         self.weights, self.has_bits = dequantized(self.weights, dtype), False
 
     def inner_gradient(self, dy: Tensor) -> Tensor | None:
@@ -200,14 +252,19 @@ class JointLinears:
 
     def input_gradient(self, dy: Tensor, dh: Tensor | None, out: Tensor | None = None) -> Tensor:
         """dx [T, K] from dy [T, sum N_i] and dH, into `out` where given."""
-        dx = _input_gradient(dy, dequantized(self.weights, dy.dtype) if self.has_bits else self.weights, out)
+        if self._in_fp8("dx"):
+            dx = fp8_matmul.input_gradient(dy, self._quantized(), out, self.recipe)
+        else:
+            dx = _input_gradient(dy, self._plain(dy.dtype), out)
         return dx if self.branch is None else self.branch.add_input_gradient(dx, dh)  # type: ignore[arg-type]
 
     def add_gradients(self, dy: Tensor, x: Tensor, h: Tensor | None, dh: Tensor | None) -> None:
         """Adds the gradients of weights and adapters for dy [T, sum N_i] and x [T, K]; h: `run`'s, or None."""
         count = len(self.weights)
         needs = self.needs[:count]
-        if not self.several:
+        if True in needs and self._in_fp8("dw"):
+            self._add_fp8_gradients(dy, x, needs)
+        elif not self.several:
             self._sums = weight_gradients(self.weights, needs, dy, x) if True in needs else ()
         else:
             first, dtype = not self._sums, accumulator(x.dtype)
@@ -219,6 +276,18 @@ class JointLinears:
                     accumulate(total, part, x, first)
         if self.branch is not None and dh is not None and True in self.needs[2 * count :]:
             self.branch.add_gradients(dy, x, h, dh)
+
+    def _add_fp8_gradients(self, dy: Tensor, x: Tensor, needs: Sequence[bool]) -> None:
+        parts = fp8_matmul.weight_gradients(dy, x, rows_of(self.weights), needs, self.recipe)
+        each = zip(self.weights, parts, strict=True)
+        if not self.several:
+            self._sums = [None if part is None else accumulate_grad(weight, part) for weight, part in each]
+        elif not self._sums:
+            self._sums = [None if part is None else part.float() for part in parts]
+        else:
+            for total, part in zip(self._sums, parts, strict=True):
+                if total is not None:
+                    total += part
 
     def add_bias_gradients(self, dy: Tensor) -> None:
         """Adds the gradients of the biases for dy [T, sum N_i]."""
@@ -246,7 +315,7 @@ class _Linear(torch.autograd.Function):
     """[..., sum N_i] from x [..., K], of two dims or more. rest, leaves: from `flatten`. handle: of x, or None."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, rest: tuple[int, Any, Any], handle: Handle | None, *leaves):
+    def forward(ctx, x: Tensor, rest: Rest, handle: Handle | None, *leaves):
         layers, saved = JointLinears(leaves, rest, x.dtype), without_biases(leaves, rest[0])
         y, h = layers.run(x)
         if True in without_biases(ctx.needs_input_grad[3:], rest[0]):
@@ -277,6 +346,7 @@ def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
 
     The caller may overwrite the result of several. Raises InputError for operands that do not fit x.
     """
+    operands = without_fp8(x, operands)
     how = choose(operands, x)
     if how == "torch" or (how == "matmul" and len(operands) == 1 and operands[0].is_dense):
         return linears_reference(x, operands)
@@ -284,6 +354,9 @@ def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
         operands = check("linear", "x", x, x.shape[-1], operands)
     if how == "op" and not use_triton(x) and not has_bits([weight for weight, _, _ in operands]):
         return linears_reference(x, operands)  # which has a second derivative
+    if len(operands) > 1 and len({operand.is_fp8 for operand in operands}) > 1:
+        runs = itertools.groupby(operands, lambda operand: operand.is_fp8)
+        return torch.cat([linears(x, [*run]) for _, run in runs], -1)
     leaves, rest = flatten(operands)
     if how == "op":
         return apply(_Linear, x, rest, handle_of(x), *leaves)

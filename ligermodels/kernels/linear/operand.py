@@ -19,6 +19,7 @@ from ligermodels.kernels._gradients import is_marked
 from ligermodels.kernels._recompute import handle_of, in_transform
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear._gemv import MAX_ROWS, gemv_takes
+from ligermodels.kernels.linear.fp8_matmul import FP8Weight, check_fp8
 from ligermodels.kernels.linear.low_bit import LowBitWeight, has_bits
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,14 +45,38 @@ Biases = Sequence[Tensor | None] | None
 class LinearOperand(NamedTuple):
     """A linear layer [N, K] for an op; bias: [N]."""
 
-    weight: Any  # a tensor or a LowBitWeight
+    weight: Any  # a tensor, a LowBitWeight or an FP8Weight
     bias: Tensor | None = None
     adapter: Adapter | None = None
 
     @property
     def is_dense(self) -> bool:
         """True if the weight is a tensor, and there is no adapter."""
-        return self.adapter is None and not isinstance(self.weight, LowBitWeight)
+        return self.adapter is None and not isinstance(self.weight, LowBitWeight | FP8Weight)
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if its products are in FP8."""
+        return type(self.weight) is FP8Weight
+
+
+FEW_FP8_ROWS = 64
+"""Without a gradient, FP8 is for more rows of x: up to these, as in decoding, weights are read in their own format,
+since to quantise them would take longer than the matmul."""
+
+
+def without_fp8(x: Tensor, operands: Sequence[LinearOperand]) -> Sequence[LinearOperand]:
+    """The operands, with weights in place of `FP8Weight`s for few rows of x without a gradient."""
+    for weight, _, _ in operands:
+        if type(weight) is FP8Weight:
+            break
+    else:
+        return operands
+    if x.numel() > FEW_FP8_ROWS * x.shape[-1]:
+        return operands
+    if torch.is_grad_enabled() and (x.requires_grad or needs_gradient(operands)):
+        return operands
+    return [operand._replace(weight=operand.weight.source) if operand.is_fp8 else operand for operand in operands]
 
 
 def choose(operands: Sequence[LinearOperand], x: Tensor, *, routed_rows: int = 0) -> str:
@@ -59,7 +84,7 @@ def choose(operands: Sequence[LinearOperand], x: Tensor, *, routed_rows: int = 0
 
     "torch": PyTorch's own functions, layer by layer, where torch must see each: see `_needs_torch`.
     "op": one autograd.Function, where something needs a gradient. A single dense layer needs it only to recompute x, or
-        to add to .grad in place; else "matmul", an F.linear that autograd sees.
+        to add to .grad in place; else "matmul", an F.linear that autograd sees. Products in FP8 are always in it.
     Else nothing needs a gradient, and `kernel_of` says which kernel runs.
 
     For experts, the operands are gate_up and down, with weights [E, N, K], and routed_rows is the number of their rows:
@@ -106,7 +131,8 @@ def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *
         fits = kernel != "low_bit" or (x.numel() == x.shape[-1] and len({w.kind for w, _, _ in first}) == 1)
         if kernel == of_last != "matmul" and fits and inner % 2 == 0:
             return kernel
-    return "op" if use_triton(x) and not in_transform() else "torch"
+    mixed = len({operand.is_fp8 for operand in first}) > 1
+    return "op" if use_triton(x) and not (mixed or in_transform()) else "torch"
 
 
 def needs_gradient(operands: Sequence[LinearOperand]) -> bool:
@@ -234,7 +260,9 @@ def check(
                     f"{where}: {layer}adapter has A of {describe(a)} and B of {describe(b)}; expected "
                     f"{(*lead, 'r', width)} and {(*lead, rows, 'r')} on {device}."
                 )
-        if isinstance(weight, LowBitWeight):
+        if isinstance(weight, FP8Weight):
+            check_fp8([weight], cast or dtype, device)
+        if isinstance(weight, LowBitWeight | FP8Weight):
             if bias is None or bias.dtype == (cast or dtype):
                 continue
         elif cast is None:
