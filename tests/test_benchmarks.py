@@ -159,7 +159,7 @@ def test_a_red_parity_refuses_the_figures_of_a_model(wrong, monkeypatch, run, in
     def adapt_wrongly(model, folder):
         for module in load_adapter(model, folder).modules():
             if isinstance(module, lora.Adapted) and wrong == "the scale":
-                module.scale *= 0.875
+                module.lora_scale *= 0.875
 
     monkeypatch.setattr(ligermodels, "load", load_wrongly)
     monkeypatch.setattr(lora, "load_adapter", adapt_wrongly)

@@ -50,7 +50,7 @@ class Adapted(nn.Module):
     r: int
     alpha: float
     rslora: bool
-    scale: float
+    lora_scale: float
     adapter_on: bool
     lora_A: Factor
     lora_B: Factor
@@ -66,7 +66,7 @@ class Adapted(nn.Module):
         linear.__class__ = _WITH_ADAPTER[type(linear)]
         linear.requires_grad_(False)
         linear.r, linear.alpha, linear.rslora, linear.adapter_on = r, alpha, rslora, True
-        linear.scale = scale_of(alpha, r, rslora)
+        linear.lora_scale = scale_of(alpha, r, rslora)
         linear.lora_A = Factor(torch.zeros(r, linear.in_features, **options))
         linear.lora_B = Factor(torch.zeros(linear.out_features, r, **options))
         linear.lora_dropout = nn.Dropout(dropout).train(linear.training) if dropout else None
@@ -91,14 +91,14 @@ class Adapted(nn.Module):
     @property
     def adapter(self) -> Adapter | None:
         """The adapter for a fused op; None if it is off."""
-        return Adapter(self.lora_A.weight, self.lora_B.weight, self.scale) if self.adapter_on else None
+        return Adapter(self.lora_A.weight, self.lora_B.weight, self.lora_scale) if self.adapter_on else None
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
         """The norms [out] of the rows of weight + scale * B A, in fp32 or fp64."""
         a, b, weight = self.lora_A.weight, self.lora_B.weight, self.weight
         dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
-        whole = torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=self.scale)
+        whole = torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=self.lora_scale)
         return torch.linalg.vector_norm(whole, dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Adapted(nn.Module):
         if not self.adapter_on:
             return y
         dropped = x if self.lora_dropout is None else self.lora_dropout(x)
-        delta = self.scale * self.lora_B(self.lora_A(dropped))
+        delta = self.lora_scale * self.lora_B(self.lora_A(dropped))
         if self.lora_magnitude_vector is None:
             return y + delta
         scale = self.lora_magnitude_vector.weight / self.row_norms()

@@ -131,7 +131,7 @@ def merge_lora(model: Any) -> Any:
         a, b, m = module.lora_A.weight, module.lora_B.weight, module.lora_magnitude_vector
         with torch.no_grad():
             old, whole_b, whole_a = files.whole(module.weight), files.whole(b), files.whole(a)
-            new = adapters.merged(old, whole_b, whole_a, module.scale, None if m is None else files.whole(m.weight))
+            new = adapters.merged(old, whole_b, whole_a, module.lora_scale, None if m is None else files.whole(m.weight))
             weights.fill(module.weight, lambda whole, new=new: whole.copy_(new))  # type: ignore[misc]
         module.plain()
     for stacked, name in experts.values():

@@ -16,6 +16,7 @@ from ligermodels.layers.linear import operands_of
 from ligermodels.training import AdamW, accumulate_in_place, add_lora, merge_lora
 from tests.tiny import FAMILIES, TINY
 
+KEPT = FP8Recipe(keep_weights=True)
 LLAMA = {**TINY, "model_type": "llama", "tie_word_embeddings": False}
 
 
@@ -110,7 +111,7 @@ def test_a_model_trains_as_in_bf16():
 
 
 def test_weights_are_quantised_once_a_step(count):
-    model = make(activation_checkpointing="block")
+    model = make(KEPT, activation_checkpointing="block")
     optimizer, ops = AdamW(model.parameters(), lr=1e-2), 8  # q | k | v, o, gate | up and down, in two blocks
     for micro in range(3):
         gradients(model, ids(seed=micro))
@@ -133,7 +134,7 @@ def test_weights_are_quantised_once_a_step(count):
 
 
 def test_kept_weights_are_not_those_of_other_tensors(count):
-    model = make()
+    model = make(KEPT)
     gradients(model)
     count.clear()
     linear = model.model.layers[0].self_attn.o_proj
@@ -151,12 +152,14 @@ def test_kept_weights_are_not_those_of_other_tensors(count):
         assert len(count) == 8
 
 
-def test_a_recipe_may_keep_nothing_and_neither_does_a_process_group(count, monkeypatch):
-    kept, model = gradients(make()), make(FP8Recipe(keep_weights=False))
+def test_nothing_is_kept_by_default_nor_in_a_process_group(count, monkeypatch):
+    kept, model = gradients(make(KEPT)), make()
     count.clear()
     loss = gradients(model)
     assert len(count) == 16 and all(torch.equal(loss[name], kept[name]) for name in kept)
-    model = make()
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(2)  # makes no version
+    assert not torch.equal(gradients(model)["loss"], loss["loss"])
+    model = make(KEPT)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     count.clear()
     gradients(model)
@@ -164,9 +167,13 @@ def test_a_recipe_may_keep_nothing_and_neither_does_a_process_group(count, monke
 
 
 def test_gradients_may_be_accumulated_in_place():
-    model, marked = make(), accumulate_in_place(make())
-    for name, gradient in gradients(model).items():
-        assert torch.equal(gradient, gradients(marked)[name])
+    model, marked = make(), make()
+    accumulate_in_place(marked)
+    for tokens in (ids(), ids(seed=1)):
+        for tuned in (model, marked):
+            tuned(tokens, labels=tokens).loss.backward()
+    for p, q in zip(model.parameters(), marked.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # on the CPU both add in bf16
 
 
 def test_few_rows_without_a_gradient_are_exact():
@@ -200,7 +207,7 @@ def test_autocast_over_weights_in_fp32():
 @pytest.mark.parametrize("quantised", [False, True])
 def test_adapters_over_a_base_in_fp8(tmp_path, quantised, count):
     make(None).save_pretrained(tmp_path)
-    how = dict(quantization_config="fp8") if quantised else dict(fp8="rowwise")
+    how = dict(quantization_config="fp8") if quantised else dict(fp8=KEPT)
     model, plain = (ligermodels.load(tmp_path, dtype=torch.bfloat16, **options) for options in (how, {}))
     bases = {name: p.detach().clone() for name, p in model.named_parameters()}
     for tuned in (model, plain):

@@ -8,8 +8,8 @@ What differs from other FP8 training:
 - W is quantised once, by rows, and serves y and dx. In dx a product sums over W's rows, where their scales would be
   lost; so dy takes the scales before it is quantised, which is exact in W. torchao and Transformer Engine quantise W a
   second time by columns: another rounding, and two passes over 16 bits instead of one over 8.
-- W's FP8 numbers are kept until its version changes (`WeightCache`): 1 byte per weight. Transposing them takes a pass
-  of 2 bytes per weight in each backward.
+- W's FP8 numbers may be kept until its version changes (`WeightCache`): 1 byte per weight. Transposing them takes a
+  pass of 2 bytes per weight in each backward.
 - x is saved as it is in 16 bits, or recomputed from what a norm saved, and transposed in the backward. An FP8 copy of
   x would be beside these and not instead of them: what a norm, attention or the MLP has written is saved anyway.
 - Weights of one input that are not joint in memory become one matrix as they are quantised, and one matmul reads it.
@@ -51,7 +51,8 @@ class FP8Recipe:
     "bf16", of each product. grad_dtype: of dy, "e4m3" or "e5m2", which has a larger range and an error of 5.2 %; all
     else is e4m3. powers_of_two: scales are rounded up to powers of two. fast_accumulation: of which products tensor
     cores keep partial sums in some 22 bits: "none", "forward" or "all". keep_weights: the FP8 numbers of weights stay
-    in memory, 1 byte each, until the weights change; else each forward and backward quantises them.
+    in memory, 1 byte each, until a weight has another version; else each forward and each backward quantises them. Only
+    where nothing changes a weight through `.data`, which makes no version: torch's optimizers and ours do not.
     """
 
     scaling: Literal["rowwise", "tensorwise"] = "rowwise"
@@ -61,7 +62,7 @@ class FP8Recipe:
     grad_dtype: Literal["e4m3", "e5m2"] = "e4m3"
     powers_of_two: bool = False
     fast_accumulation: Literal["none", "forward", "all"] = "forward"
-    keep_weights: bool = True
+    keep_weights: bool = False
 
     _CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
         "scaling": ("rowwise", "tensorwise"),

@@ -69,7 +69,7 @@ def _frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tens
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """F.linear(x, weight, bias), into `out` [T, N] for x [T, K] where given, by the fastest kernel."""
-    return JointLinears((weight, bias), (1, None, None), x.dtype).run(x, out)[0]
+    return JointLinears((weight, bias), (1, None, None, None), x.dtype).run(x, out)[0]
 
 
 def _side_by_side(
