@@ -25,9 +25,8 @@ from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.files import companion_files, json_bytes, read_json, unreplaced
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, config_of
 from ligermodels.layers import LMHead
-from ligermodels.kernels.linear.fp8_matmul import FP8Recipe, check_device, recipe_of
 from ligermodels.layers.base import fp32_names, init_weights
-from ligermodels.layers.fp8 import use_fp8
+from ligermodels.layers.fp8 import FP8Recipe, check_device, recipe_of, use_fp8
 from ligermodels.processes import Processes
 from ligermodels.training.files import reshard
 from ligermodels.training.mtp import alone_with, empty_mtp
@@ -84,8 +83,8 @@ class Pretrained(nn.Module):
         seed: of the weights; None draws one from torch's generator, so that `torch.manual_seed` decides the weights.
         dtype: "auto" is the config's own. device: "meta" builds shapes only.
         activation_checkpointing: "none", "mlp" or "block", or the dict of `gradient_checkpointing_enable`.
-        mtp_loss_weight, fp8, mesh, parallel: as in `from_hub`. The weights are those that one process draws from the same
-            seed on a device of the same kind; without one, all take that of the mesh's first process. Beyond the
+        mtp_loss_weight, fp8, mesh, parallel: as in `from_hub`. The weights are those that one process draws from the
+            same seed on a device of the same kind; without one, all take that of the mesh's first process. Beyond the
             shards, memory for one whole parameter is needed.
         Raises ConfigError if the config cannot work, and InputError.
         """
@@ -183,7 +182,7 @@ class Pretrained(nn.Module):
             quantizer = quantization.choose(quantization_config, saved_with)
             if fp8 is not None and quantizer is not None:
                 raise InputError(
-                    'fp8= multiplies weights in 16 bits in FP8, and these are quantised: leave it out. Adapters over '
+                    "fp8= multiplies weights in 16 bits in FP8, and these are quantised: leave it out. Adapters over "
                     'quantization_config="fp8" compute in FP8 without it'
                 )
             if mesh is not None and quantizer is not None:

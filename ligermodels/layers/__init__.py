@@ -10,6 +10,7 @@ from ligermodels.layers.attention import Attention as Attention
 from ligermodels.layers.batch import Batch as Batch
 from ligermodels.layers.cross_attention import CrossAttention as CrossAttention
 from ligermodels.layers.embedding import Embedding as Embedding
+from ligermodels.layers.fp8 import FP8Linear as FP8Linear, FP8Recipe as FP8Recipe
 from ligermodels.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet, GatedRMSNorm as GatedRMSNorm
 from ligermodels.layers.head import LMHead as LMHead
 from ligermodels.layers.losses import (

@@ -1,4 +1,4 @@
-"""Linear modules whose matrix products are in FP8, and which of a model's are: kernels/linear/fp8_matmul.py computes."""
+"""Linear modules with products in FP8, and which of a model's are; kernels/linear/fp8_matmul.py computes them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.linear.fp8_matmul import FP8Recipe, FP8Weight, WeightCache
+from ligermodels.kernels.linear.fp8_matmul import (
+    RECIPES as RECIPES,
+    FP8Recipe as FP8Recipe,
+    FP8Weight,
+    WeightCache,
+    check_device as check_device,
+    recipe_of as recipe_of,
+)
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.operand import LinearOperand
 from ligermodels.layers.base import Layer
@@ -19,19 +26,19 @@ class FP8Linear(nn.Linear):
     """An nn.Linear whose products are in FP8, as its recipe `fp8` says; weight and bias stay as they are.
 
     Up to 64 rows without a gradient, as in decoding, are multiplied in the weight's dtype. Layers run several such
-    modules as one fused op (linear.py). `FP8Linear.of(linear, recipe)` turns an nn.Linear into this class, in place.
+    modules as one fused op (linear.py). `FP8Linear.from_linear(linear, recipe)` turns an nn.Linear into one, in place.
     """
 
     fp8: FP8Recipe
     cache: WeightCache
 
     @staticmethod
-    def of(linear: Any, recipe: FP8Recipe) -> "FP8Linear":
+    def from_linear(linear: Any, recipe: FP8Recipe) -> "FP8Linear":
         linear.__class__ = FP8Linear
         linear.fp8, linear.cache = recipe, WeightCache()
         return linear  # type: ignore[no-any-return]
 
-    def plain(self) -> nn.Linear:
+    def to_linear(self) -> nn.Linear:
         """Turns this into the nn.Linear that it was, in place."""
         del self.fp8, self.cache
         self.__class__ = nn.Linear  # type: ignore[assignment]
@@ -76,8 +83,8 @@ def use_fp8(root: nn.Module, recipe: FP8Recipe | None, *, frozen: bool = False) 
         if isinstance(module, QuantizedLinear):
             module.fp8 = recipe
         elif recipe is not None:
-            FP8Linear.of(module, recipe)
+            FP8Linear.from_linear(module, recipe)
         elif isinstance(module, FP8Linear):
-            module.plain()
+            module.to_linear()
         names.append(name)
     return names

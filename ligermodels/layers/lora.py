@@ -38,8 +38,8 @@ class Adapted(nn.Module):
     are the norms of the rows of weight + scale * B A, without gradient. With x' = dropout(x) it is
     y = weight x + bias + (m / n - 1) weight x' + m / n * scale * lora_B(lora_A(x')).
 
-    `Adapted.of(linear, ...)` turns an nn.Linear, FP8Linear or QuantizedLinear into this class, in place: parameters keep their
-    names. `plain()` undoes that. adapter_on=False turns the adapter off. Parameters: weight, bias, lora_A.weight
+    `Adapted.of(linear, ...)` turns an nn.Linear, FP8Linear or QuantizedLinear into this class, in place: parameters
+    keep their names. `plain()` undoes that. adapter_on=False turns the adapter off. Parameters: weight, bias, lora_A.weight
     [r, in], lora_B.weight [out, r] and lora_magnitude_vector.weight [out]: PEFT's names without its "default".
     Layers run several such modules as one fused op (linear.py), but dropout and DoRA run module by module.
     Sources: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732 (rsLoRA), https://arxiv.org/abs/2402.09353

@@ -62,8 +62,8 @@ class QuantizedLinear(nn.Module):
         return cls(quantizers[kind](weight, **options) if kind in quantizers else quantize(weight, kind), bias)
 
     @property
-    def operand(self) -> LowBitWeight | FP8Weight:
-        """The weight for a fused op."""
+    def operand(self) -> Any:
+        """The weight for a fused op: a LowBitWeight, or with a recipe an FP8Weight of it."""
         form: Any = self.form
         parameters, buffers = self._parameters, self._buffers
         scales = [parameters[n] if n in parameters else buffers[n] for n in form.tensor_names[1:]]

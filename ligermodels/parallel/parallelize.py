@@ -43,8 +43,8 @@ def parallelize(
     reshard_after_forward: as in torch's `fully_shard`, for the blocks; final norm and head, a tied embedding with them,
     and layers with `keep_fp32` stay whole between forward and backward.
 
-    fp8: a recipe of `use_fp8`, for a model of the zoo: FSDP2 gathers weights in param_dtype, and each rank quantises what
-    it has gathered, once a forward and once a backward. Not under tp.
+    fp8: as in `from_hub`, for a model of the zoo: FSDP2 gathers weights in param_dtype, and each rank quantises what it
+    has gathered, once a forward and once a backward. Not under tp.
 
     model: one of the zoo, also inside of an adapter's wrapper such as PEFT's. Other modules can be sharded by FSDP
     alone; their loss has to be a sum over the rank's batch divided by the number of labels of all ranks.

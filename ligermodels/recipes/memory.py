@@ -12,7 +12,8 @@ L: blocks. t: tokens of a forward. a: bytes that a block saves per token (traini
 r: with activation checkpointing of whole blocks, the bytes that the largest block saves while it is run again.
 w: a chunk of logits (kernels/loss/linear_cross_entropy.py).
 e: on one GPU, where embedding and head are one parameter, its gradient from the head until the embedding's is added.
-Of frozen parameters, only the weights count; where those are in 4 bits, also what of a block is in 16 bits at once.
+Of frozen parameters, only the weights count; where those are in 4 or 8 bits, also what of a block is in 16 bits at
+once. With --fp8 a byte per weight of the blocks is added where they are kept.
 """
 
 import itertools
@@ -148,12 +149,16 @@ def estimate(
     if options.lora_r:  # adapters in fp32, beside a model that is frozen
         weight, gradient, state = _BYTES["fp32"]
     frozen = sizes.parameters - (0 if options.lora_r else sizes.trained)
-    packed, bits = {"none": (0, 0.0), "nf4": (sizes.layers, 4.127), "mxfp4": (sizes.stacked, 4.25)}[options.quantize]
+    packed, bits = {
+        "none": (0, 0.0), "nf4": (sizes.layers, 4.127), "mxfp4": (sizes.stacked, 4.25), "fp8": (sizes.layers, 8.02),
+    }[options.quantize]  # fmt: skip
     element, tokens = (4 if on_cpu else 2), -(-options.batch_tokens // processes.ranks_per_batch)
     weights = weight * sizes.trained + element * sizes.frozen + int(bits / 8 * packed)
     weights += (4 if (on_cpu and precision == "fp32") or is_fp32 else 2) * (frozen - packed)
     weights += (4 if precision == "fp32" and (on_cpu or gpus > 1) else 2) * sizes.parameters * options.frozen_copies
     states = state * (sizes.trained - sizes.matrices) + _MUON[weight] * sizes.matrices
+    if keeps_fp8_weights(options, processes):
+        weights += sizes.layers - sizes.stacked
     weights, gradients, states = (size // gpus for size in (weights, gradient * sizes.trained, states))
     saved = sizes.blocks * tokens * sizes.saved[activations] * element
     if activations == "block":
@@ -176,6 +181,15 @@ def estimate(
         "activations and logits": saved,
         buffers: gathered,
     }
+
+
+def keeps_fp8_weights(options: TrainOptions, processes: Processes) -> bool:
+    """True if a run with --fp8 keeps the FP8 numbers of weights, 1 byte each, over the forwards of a step.
+
+    Several processes shard weights, whose whole numbers nobody has the memory for; a single forward reads them once,
+    and a replayed graph quantises them in each."""
+    single = options.accumulation == 1 and options.activations != "block"
+    return options.fp8 != "none" and processes.mesh is None and not (single or options.capture)
 
 
 def choose(sizes: Sizes, options: TrainOptions, processes: Processes, free: int) -> tuple[str, str]:

@@ -15,10 +15,12 @@ from ligermodels.arch import CausalLM, arch_of, load
 from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub, mxfp4
 from ligermodels.errors import InputError, config_of
+from ligermodels.layers.fp8 import RECIPES, candidates, check_device
 from ligermodels.layers.moe import mixtures_of
 from ligermodels.layers.quantized import QuantizedLinear
 from ligermodels.parallel import parallelize
 from ligermodels.processes import Processes
+from ligermodels.recipes.memory import keeps_fp8_weights
 from ligermodels.recipes.options import TrainOptions, check_named, flag
 from ligermodels.text import Tokenizer
 from ligermodels.training import AdamW, MuonAdamW, accumulate_in_place
@@ -160,6 +162,21 @@ def check_muon(processes: Processes) -> None:
         )
 
 
+def check_fp8(options: TrainOptions, sketch: Any, processes: Processes) -> None:
+    """Raises InputError if the run cannot multiply in FP8, which --fp8 or --quantize fp8 asks for."""
+    name = "fp8" if options.fp8 != "none" else "quantize"
+    how = f"{name}={getattr(options, name)}"
+    if processes.device.type == "cpu":
+        raise InputError(f"{how}: the run is on the CPU, which is slow in FP8; leave {flag(name)} out")
+    check_device(processes.device)
+    if options.objects.get("model") is not None and sketch.dtype != torch.bfloat16:
+        raise InputError(f"{how}: the model is in {sketch.dtype}, and FP8 is beside bfloat16: give model.bfloat16()")
+    if name == "fp8" and not [*candidates(sketch.decoder.layers)]:
+        raise InputError(
+            f"{how}: no linear layer of a {type(sketch).__name__} has sizes that are multiples of 16; leave --fp8 out"
+        )
+
+
 def check_router_biases(sketch: Any) -> None:
     """Raises InputError if no router has a bias, by which --router-bias-rate balances experts."""
     if all(mixture.plain_router.e_score_correction_bias is None for mixture in mixtures_of(sketch)):
@@ -183,6 +200,10 @@ def model_of(
     )  # fmt: skip
     shards_later = processes.mesh is None or options.lora_r or add is not None  # after modules are added
     in_memory = options.objects.get("model")
+    fp8 = None
+    if options.fp8 != "none":
+        fp8 = dataclasses.replace(RECIPES[options.fp8], keep_weights=keeps_fp8_weights(options, processes))
+        how["fp8"] = fp8
     if shards_later:
         how["device"] = processes.device
     else:
@@ -191,6 +212,8 @@ def model_of(
         if frozen:
             return copy.deepcopy(in_memory).requires_grad_(False).eval()
         model = in_memory.to(processes.device)
+        if fp8 is not None:
+            model.use_fp8(fp8)
         model._set_checkpointing(options.activations)
     elif options.scratch:
         kind = arch_of(folder, text_only=options.text_only)

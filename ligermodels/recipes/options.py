@@ -115,6 +115,10 @@ class TrainOptions:
     activations: str = free_option(
         "auto", "what the backward recomputes (gradient checkpointing); auto: the least that fits",
         choices=("auto", "none", "mlp", "block"))
+    fp8: str = option(
+        "none", "multiply in FP8 in the blocks of the text, by scales of rows or of tensors, or with the gradients of "
+        "weights in bf16; for Hopper and later", choices=("none", "rowwise", "tensorwise", "rowwise-bf16-dw"),
+        excludes=("tp", "quantize"))
     lora_r: int = option(0, "train LoRA adapters of this rank; 0: all weights", least=0, excludes=("tp",))
     lora_alpha: float = option(32.0, "LoRA alpha: adapters are scaled by alpha / rank", above=0)
     lora_target_modules: tuple[str, ...] = option((), "such as q_proj,v_proj (default: all linear)", needs="lora_r")
@@ -125,8 +129,9 @@ class TrainOptions:
     use_dora: bool = option(False, "train the magnitudes of weights too (DoRA)", needs="lora_r")
     lora_modules_to_save: tuple[str, ...] = option((), "modules trained whole, such as lm_head", needs="lora_r")
     quantize: str = option(
-        "none", "nf4: frozen weights in 4 bits (QLoRA), mxfp4: experts alone; cannot be merged without requantising",
-        choices=("none", "nf4", "mxfp4"), needs="lora_r", excludes=("merge",),
+        "none", "nf4: frozen weights in 4 bits (QLoRA), mxfp4: experts alone, fp8: in 8 bits, multiplied in FP8; these "
+        "cannot be merged without requantising",
+        choices=("none", "nf4", "mxfp4", "fp8"), needs="lora_r", excludes=("merge",),
         instead="merge later: `ligermodels convert MODEL DST --adapter DIR/adapter`")
 
     dp_replicate: int = free_option(1, "replicas of the sharded model (HSDP)", least=1, group="parallel")

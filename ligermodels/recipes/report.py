@@ -170,6 +170,9 @@ def make_plan(
         "precision": f"{options.precision}, activation checkpointing: {options.activations}",
         "memory": f"{gib(sum(need.values()))} (tensors, estimated): {memory}",
     }
+    if options.fp8 != "none":
+        plan["fp8"] = f"{options.fp8}: linear layers of blocks; embedding, head, norms and gates in 16 bits"
+        plan["fp8"] += "; experts and routers too: of a mixture, attention alone is faster" * bool(sizes.stacked)
     if data.eval_rows is not None:
         plan["evaluation"] = f"{len(data.eval_rows):,} rows"
     if not fits(need, free):

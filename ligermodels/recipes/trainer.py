@@ -168,6 +168,8 @@ class Trainer:
         recipe = self.recipe_class.of(options)(options, tokenizer, processes)
         if options.capture:
             models.check_capture(sketch, processes)
+        if options.fp8 != "none" or options.quantize == "fp8":
+            models.check_fp8(options, sketch, processes)
         if options.router_bias_rate:
             models.check_router_biases(sketch)
         if options.optim == "muon":

@@ -25,9 +25,8 @@ from ligermodels.checkpoint import adapters, saving, weights
 from ligermodels.checkpoint.adapters import CONFIG, PREFIX, WEIGHTS
 from ligermodels.checkpoint.files import json_bytes
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.kernels.linear.fp8_matmul import RECIPES, check_device
 from ligermodels.layers import LMHead
-from ligermodels.layers.fp8 import FP8Linear, use_fp8
+from ligermodels.layers.fp8 import RECIPES, FP8Linear, check_device, use_fp8
 from ligermodels.layers.linear import why_not_fused
 from ligermodels.layers.lora import Adapted
 from ligermodels.layers.moe import Adaptable
@@ -131,7 +130,9 @@ def merge_lora(model: Any) -> Any:
         a, b, m = module.lora_A.weight, module.lora_B.weight, module.lora_magnitude_vector
         with torch.no_grad():
             old, whole_b, whole_a = files.whole(module.weight), files.whole(b), files.whole(a)
-            new = adapters.merged(old, whole_b, whole_a, module.lora_scale, None if m is None else files.whole(m.weight))
+            new = adapters.merged(
+                old, whole_b, whole_a, module.lora_scale, None if m is None else files.whole(m.weight)
+            )
             weights.fill(module.weight, lambda whole, new=new: whole.copy_(new))  # type: ignore[misc]
         module.plain()
     for stacked, name in experts.values():

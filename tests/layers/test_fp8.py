@@ -1,4 +1,4 @@
-"""Models in FP8: which modules, the weights that are kept, recomputation, refusals; on the CPU, by the same products."""
+"""Models in FP8: which modules, the weights that are kept, recomputation, refusals; on the CPU, by the same ops."""
 
 import copy
 import io
@@ -259,5 +259,5 @@ def test_it_is_refused_where_it_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="DoRA needs the norms"):
         add_lora(make(), r=4, dora=True)
     monkeypatch.setattr(fp8_matmul, "cuda_capability", lambda index: 80)
-    with pytest.raises(InputError, match="capability 8.0"):
+    with pytest.raises(InputError, match="compute capability 8"):
         fp8_matmul.check_device(torch.device("cuda", 0))

@@ -196,10 +196,10 @@ def quantize_transposed(
         q, of_rows = quantize_rows(x.t(), dtype, powers_of_two=powers_of_two, scale=scale)
         return F.pad(q.view(torch.uint8), (0, padded - rows)).view(low).contiguous(), of_rows
     x, _, stride = as_rows(x)
-    q, parts, step = torch.empty(width, padded, dtype=low, device=x.device), None, 0
+    q, parts = torch.empty(width, padded, dtype=low, device=x.device), None
     if scale is None:
         scale = torch.empty(width, 1, dtype=torch.float32, device=x.device)
-        parts, step = _maxima(x, rows, stride)
+        parts = _maxima(x, rows, stride)
     if width:
         count = 0 if parts is None else parts.shape[0]
         launch(
@@ -209,14 +209,14 @@ def quantize_transposed(
     return q, scale
 
 
-def _maxima(x: Tensor, rows: int, stride: int) -> tuple[Tensor, int]:
-    """(maxima of |x| [P, K] of parts of the rows, at most 64 parts; the rows of a part)."""
+def _maxima(x: Tensor, rows: int, stride: int) -> Tensor:
+    """The maxima of |x| [P, K] of parts of the rows, at most 64 parts."""
     width = x.shape[-1]
     step = max(128, cdiv(cdiv(rows, 64), 32) * 32)
     parts = torch.empty(cdiv(rows, step), width, dtype=torch.float32, device=x.device)
     grid = (parts.shape[0], cdiv(width, 64))
     launch(_maxima_kernel, grid, parts, x, rows, width, stride, step, 32, 64, num_warps=4)
-    return parts, step
+    return parts
 
 
 def tensor_scale(tensors: list[Tensor], dtype: str, powers_of_two: bool) -> Tensor:
@@ -227,7 +227,7 @@ def tensor_scale(tensors: list[Tensor], dtype: str, powers_of_two: bool) -> Tens
             maxima.append(x.new_zeros(()))
         elif _takes_triton(x):
             x, rows, stride = as_rows(x)
-            maxima.append(_maxima(x, rows, stride)[0].amax())
+            maxima.append(_maxima(x, rows, stride).amax())
         else:
             maxima.append(x.abs().amax())
     maximum = maxima[0] if len(maxima) == 1 else torch.stack(maxima).amax()

@@ -14,7 +14,7 @@ What differs from other FP8 training:
   x would be beside these and not instead of them: what a norm, attention or the MLP has written is saved anyway.
 - Weights of one input that are not joint in memory become one matrix as they are quantised, and one matmul reads it.
 
-Products are rounded to bf16, as those of bf16 are, from sums in fp32. Each operand has a relative error of 2.6 % (e4m3).
+Products are rounded to bf16, as those of bf16 are, from sums in fp32. Each operand in e4m3 has an error of 2.6 %.
 Source of the products: torch._scaled_mm, which the CPU has too; of "rowwise" and "tensorwise": torchao's recipes.
 """
 
@@ -199,7 +199,9 @@ def quantized_weights(weights: Sequence[Tensor], recipe: FP8Recipe) -> tuple[Ten
         for i, w in enumerate(weights):
             start = sum(sizes[:i])
             rows = slice(start, start + sizes[i])
-            quantize_rows(w.detach(), scale=scale, out=(q[rows], scales if scale is not None else scales[rows]), **options)
+            quantize_rows(
+                w.detach(), scale=scale, out=(q[rows], scales if scale is not None else scales[rows]), **options
+            )
     return q, scales
 
 
@@ -240,21 +242,21 @@ def check_device(device: torch.device) -> None:
 
 
 def multiply(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None = None, out: Tensor | None = None, *,
+    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], bias: Tensor | None = None, out: Tensor | None = None, *,
     fast: bool = False,
 ) -> Tensor:  # fmt: skip
-    """a b^T + bias in bf16, into `out` where given: a (q [M, K], scale), b (q [N, K], scale), bias [N].
+    """a b^T + bias [M, N] in bf16, into `out` where given; left: a (q [M, K], scale), right: b (q [N, K], scale).
 
-    Scales are [M, 1] and [N, 1], or 0-dim.
+    bias: [N]. Scales are [M, 1] and [N, 1], or 0-dim.
     """
-    (a, a_scale), (b, b_scale) = a, b
-    if not a.shape[0] or not a.shape[1]:
+    (a, of_a), (b, of_b) = left, right
+    if not a.numel():
         empty = a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16) if out is None else out
         return empty.zero_() if bias is None else empty.copy_(bias.expand_as(empty))
     options: Any = dict(bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
     if out is not None and out.is_contiguous() and out.dtype == torch.bfloat16:
-        return torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out=out, **options)
-    y = torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), **options)
+        return torch._scaled_mm(a, b.t(), of_a, of_b.t(), out=out, **options)
+    y = torch._scaled_mm(a, b.t(), of_a, of_b.t(), **options)
     return y if out is None else out.copy_(y)
 
 
@@ -285,7 +287,7 @@ def input_gradient(
 def weight_gradients(
     dy: Tensor, x: Tensor, sizes: Sequence[int], needs: Sequence[bool], recipe: FP8Recipe
 ) -> list[Tensor | None]:  # fmt: skip
-    """dW_i [N_i, K] in bf16 of weights that need it, from dy [T, sum N_i] and x [T, K]; views of one buffer if all do."""
+    """dW_i [N_i, K] in bf16 where needed, from dy [T, sum N_i] and x [T, K]; views of one buffer if all are needed."""
     options: Any = dict(powers_of_two=recipe.powers_of_two)
     of_dy = of_x = None
     if recipe.scaling == "tensorwise":
@@ -337,7 +339,7 @@ class _FP8Linear(torch.autograd.Function):
                 dw = rows.t() @ of_x
             else:
                 (dw,) = weight_gradients(rows, of_x, [rows.shape[1]], [True], recipe)
-            dw = dw.to(weight.dtype)
+            dw = dw.to(weight.dtype)  # type: ignore[union-attr]
         if ctx.needs_input_grad[4]:
             db = rows.sum(0).to(bias_dtype)
         return dx, dw, None, None, db, None

@@ -7,7 +7,7 @@ What differs from separate layers and torch.cat:
   its own columns of y, and adds to dx in its epilogue. One matmul computes all weight gradients, views of one buffer.
 - W_i may be a `LowBitWeight`, which is saved as it is and dequantised for each matmul (low_bit.py). With few rows, the
   kernels of quantized.py read int8, fp8 and int4 directly.
-- W_i may be an `FP8Weight`: then its products are in FP8, forward and backward (fp8_matmul.py). All of an op are, or none.
+- All W_i may be `FP8Weight`s, whose products are in FP8, forward and backward (fp8_matmul.py).
 - A layer may have a LoRA adapter (lora.py). One matmul computes H = x A^T, [T, r], for all A_i; H is saved.
 - x is saved only where a weight or an adapter is trained. If a norm computed x, the op saves the norm's inputs instead,
   and recomputes x in the backward (`_recompute`): 2 H bytes per token less in 16 bits, for one more run of the norm's
@@ -29,12 +29,20 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.kernels._gradients import accumulate, accumulate_grad, target, weight_gradient
 from ligermodels.kernels._recompute import Handle, handle_of, recomputed
 from ligermodels.kernels._triton import accumulator, apply, once_differentiable, use_triton
+from ligermodels.kernels.linear import fp8_matmul
 from ligermodels.kernels.linear._gemv import MAX_ROWS, gemv
 from ligermodels.kernels.linear._lora import LoRABranch, flatten_adapters
-from ligermodels.kernels.linear import fp8_matmul
 from ligermodels.kernels.linear.joint import as_one, as_one_layer, joint, rows_of
 from ligermodels.kernels.linear.low_bit import LowBitWeight, dequantized, has_bits
-from ligermodels.kernels.linear.operand import Biases, LinearOperand, autocast_dtype, check, choose, kernel_of, without_fp8
+from ligermodels.kernels.linear.operand import (
+    Biases,
+    LinearOperand,
+    autocast_dtype,
+    check,
+    choose,
+    kernel_of,
+    without_fp8,
+)
 from ligermodels.kernels.linear.quantized import quantized_linear
 
 
@@ -191,8 +199,9 @@ class JointLinears:
         if parts is not None:
             self.branch = LoRABranch(leaves[2 * count :], parts, dtype)
         self.needs, self.several = needs, several
-        self.recipe, self._cache = (None, None) if fp8 is None else fp8
-        self._dtype, self._numbers = dtype, None
+        self.recipe: Any = None if fp8 is None else fp8[0]
+        self._cache: Any = None if fp8 is None else fp8[1]
+        self._numbers: tuple[Tensor, Tensor] | None = None
 
     def _in_fp8(self, product: str) -> bool:
         return self.recipe is not None and getattr(self.recipe, product) == "fp8"
@@ -286,8 +295,8 @@ class JointLinears:
             self._sums = [None if part is None else part.float() for part in parts]
         else:
             for total, part in zip(self._sums, parts, strict=True):
-                if total is not None:
-                    total += part
+                if total is not None and part is not None:
+                    total.add_(part)
 
     def add_bias_gradients(self, dy: Tensor) -> None:
         """Adds the gradients of the biases for dy [T, sum N_i]."""

@@ -101,7 +101,9 @@ def _gradients(recipe, device, joint=True, biases=True, rows=48):
     whole.backward(dy.double())
     found = {"y": (y.detach(), whole.detach()), "dx": (x.grad, exact[0].grad)}
     found |= {f"dw{i}": (w.grad, e.grad) for i, (w, e) in enumerate(zip(weights, exact[1:4], strict=True))}
-    return found | ({f"db{i}": (b.grad, e.grad) for i, (b, e) in enumerate(zip(bias, exact[4:], strict=True))} if biases else {})
+    return found | (
+        {f"db{i}": (b.grad, e.grad) for i, (b, e) in enumerate(zip(bias, exact[4:], strict=True))} if biases else {}
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
