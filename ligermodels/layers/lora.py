@@ -39,8 +39,9 @@ class Adapted(nn.Module):
     y = weight x + bias + (m / n - 1) weight x' + m / n * scale * lora_B(lora_A(x')).
 
     `Adapted.of(linear, ...)` turns an nn.Linear, FP8Linear or QuantizedLinear into this class, in place: parameters
-    keep their names. `plain()` undoes that. adapter_on=False turns the adapter off. Parameters: weight, bias, lora_A.weight
-    [r, in], lora_B.weight [out, r] and lora_magnitude_vector.weight [out]: PEFT's names without its "default".
+    keep their names. `plain()` undoes that. adapter_on=False turns the adapter off. Parameters: weight, bias,
+    lora_A.weight [r, in], lora_B.weight [out, r] and lora_magnitude_vector.weight [out]: PEFT's names without its
+    "default".
     Layers run several such modules as one fused op (linear.py), but dropout and DoRA run module by module.
     Sources: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732 (rsLoRA), https://arxiv.org/abs/2402.09353
     (DoRA), and PEFT 0.21 for DoRA's dropout.

@@ -120,10 +120,11 @@ def merge_lora(model: Any) -> Any:
     linears = _adapted(model, "merge_lora")
     experts = _adapted_experts(model)
     bases = [*linears.values(), *(getattr(module, name) for module, name in experts.values())]
-    if any(isinstance(base, QuantizedLinear) for base in bases):
+    if kinds := {base.kind for base in bases if isinstance(base, QuantizedLinear)}:
+        is_fp8 = "fp8" in kinds
         raise InputError(
-            "merge_lora: the base is quantised, and a merge would be rounded to its few bits again: save_adapter, load "
-            "the base in bf16, load_adapter, and merge there"
+            f"merge_lora: the base is {'in FP8' if is_fp8 else '4-bit'}, and a merge would be rounded to "
+            f"{'FP8' if is_fp8 else '4 bits'} again: save_adapter, load the base in bf16, load_adapter, and merge there"
         )
     files.reshard(model)
     for module in linears.values():
