@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 GIB = 2**30
 PACKAGES = (
     "torch", "triton", "transformers", "liger-kernel", "peft", "bitsandbytes", "trl", "fla-core", "tilelang",
-    "flash-qla",
+    "flash-qla", "torchao",
 )  # fmt: skip
 RESULT = "RESULT "
 """Begins a line in which a worker reports a row."""

@@ -187,6 +187,29 @@ CASES: dict[str, Case] = {
         "llama-3.1-8b", 1, 2048, "none",
         ("ligermodels+nf4", "ligermodels+nf4:block", "hf+nf4", "hf+liger+nf4", "hf+liger+nf4:block"),
     ),
+    "llama-8b-fp8": Case(
+        "llama-3.1-8b", 4, 4096, "none",
+        (*(f"ligermodels+adamw+in_backward{kind}" for kind in ("", "+rowwise", "+tensorwise", "+rowwise_bf16_dw")),
+         *(f"hf+compile{kind}:block" for kind in ("", "+ao_rowwise", "+ao_tensorwise"))),
+    ),
+    "llama-8b-fp8-lora": Case(
+        "llama-3.1-8b", 4, 4096, "none",
+        ("ligermodels+lora", "ligermodels+lora+fp8", "ligermodels+lora+rowwise", "ligermodels+lora+fp8:block"),
+    ),
+    "llama-1b-fp8": Case(
+        "llama-3.2-1b", 8, 2048, "none",
+        (*(f"ligermodels+adamw{kind}" for kind in ("", "+rowwise", "+tensorwise", "+rowwise_bf16_dw")),
+         *(f"hf+compile{kind}" for kind in ("", "+ao_rowwise", "+ao_tensorwise"))),
+    ),
+    "qwen3.5-9b-fp8": Case(
+        "qwen3.5-9b", 4, 4096, "none",
+        tuple(f"ligermodels+adamw+in_backward{kind}" for kind in ("", "+rowwise", "+tensorwise", "+rowwise_bf16_dw")),
+        steps=5,
+    ),
+    "qwen3.5-9b-fp8-lora": Case(
+        "qwen3.5-9b", 4, 4096, "none", ("ligermodels+lora", "ligermodels+lora+fp8", "ligermodels+lora+rowwise"),
+        steps=5,
+    ),
     "llama-70b-qlora": Case("llama-3.1-70b", 1, 4096, "block", ("ligermodels+nf4",), steps=5),
     "phi-3-mini": Case("phi-3-mini", 4, 4096, "block", _OURS_AND_PEERS),
     "qwen2-1.5b": Case("qwen2-1.5b", 4, 4096, "none", _OURS_AND_PEERS),

@@ -7,12 +7,12 @@
     python -m benchmarks.train_step --case gemma-2-2b --dry
 
 A baseline is `ligermodels` with any of +adamw (our AdamW in place of torch's), +in_backward (our AdamW, stepping in the
-backward), +captured (the step is one CUDA graph), +in_place (micro-batches add to the gradients in the GEMM) and
-+offload (what is saved for backward goes to the host), or `hf`, which is transformers, with any of +liger and
-+compile. Its gated delta rule is PyTorch's, or with +fla that of fla in Triton, with +tilelang in Triton and TileLang,
+backward), +captured (the step is one CUDA graph), +in_place (micro-batches add to the gradients in the GEMM) +offload (what is saved for backward goes to the host), and +rowwise, +tensorwise or +rowwise_bf16_dw (products in FP8
+by that recipe), or `hf`, which is transformers, with any of +liger, +compile
+and torchao's recipes of FP8, +ao_rowwise, +ao_tensorwise and +ao_rowwise_with_gw_hp. Its gated delta rule is PyTorch's, or with +fla that of fla in Triton, with +tilelang in Triton and TileLang,
 with +flashqla FlashQLA's. Either takes +lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the
 same on a model in 4 bits (QLoRA): ours by `load_adapter`, or with +peft by PEFT, theirs by PEFT and bitsandbytes, from
-one file that PEFT wrote. Around theirs PEFT runs as in TRL: under autocast to bf16, adapters in fp32; on 4 bits bf16.
+one file that PEFT wrote. +lora+fp8 is ours over a base in FP8. Around theirs PEFT runs as in TRL: under autocast to bf16, adapters in fp32; on 4 bits bf16.
 Recomputation other than the case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`, `ligermodels:block*27`,
 which is that of the first 27 blocks.
 
@@ -20,6 +20,8 @@ Every baseline runs in a fresh process, so that neither patches nor memory leak 
 checkpoint, which transformers wrote. Before it is timed it must agree with transformers in fp32 on a shallow model of
 the same widths: logits, loss and gradient norm. One that does not agree gets no figures; if it is ours, the exit status
 is 1. The steps are on random tokens, the same for all, and loss and gradient norm of the first must agree as well.
+What is in FP8 may err by
+FP8_FACTOR times as much, since its numbers have that many bits less.
 "error / bf16's" is the error of the shallow model's logits over that of transformers in bf16. "kept KiB a token": what
 a forward keeps for the backward, where adapters are trained.
 """
@@ -49,12 +51,17 @@ from benchmarks.train_cases import ALPHA, CASES, MODELS, RANK, Case, batches_of,
 
 LEARNING_RATE, WARMUP = 1e-5, 3
 ADAPTERS = ("lora", "nf4")
+FP8 = ("rowwise", "tensorwise", "rowwise_bf16_dw", "fp8")
+TORCHAO = ("ao_rowwise", "ao_tensorwise", "ao_rowwise_with_gw_hp")
+FP8_FACTOR = 32
+"""Numbers in e4m3 have 4 bits less than those in bf16, 16 times the error; both operands of each product are rounded,
+where the inputs of a bf16 product are exact: 1.4 times that; and a quarter more for the gradients in e5m2."""
 DELTA_RULES = ("fla", "tilelang", "flashqla")
 OPTIONS = {
-    "ligermodels": ("adamw", "in_backward", "captured", "in_place", "offload", "peft", *ADAPTERS),
-    "hf": ("liger", "compile", *DELTA_RULES, *ADAPTERS),
+    "ligermodels": ("adamw", "in_backward", "captured", "in_place", "offload", "peft", *FP8, *ADAPTERS),
+    "hf": ("liger", "compile", *TORCHAO, *DELTA_RULES, *ADAPTERS),
 }
-NEEDS_GPU = {"liger", "compile", "captured", *DELTA_RULES}
+NEEDS_GPU = {"liger", "compile", "captured", *TORCHAO, *DELTA_RULES}
 ADAPTER_B = 0.1
 """Standard deviation of B. PEFT sets it to 0: parity would not see the adapters, nor A get a gradient."""
 
@@ -101,6 +108,11 @@ class Baseline:
         """What is trained: "nf4" or "lora", adapters on a model in 4 bits or in bf16, or "", all weights."""
         return max(self.options & {*ADAPTERS}, default="")  # "nf4" is the later one
 
+    @property
+    def fp8_factor(self) -> int:
+        """How many times the errors of bf16 are allowed."""
+        return FP8_FACTOR if self.options & {*FP8, *TORCHAO} else 1
+
     @classmethod
     def of(cls, name: str, settings: Case) -> Self:
         """Raises ValueError for a name that is unknown, or that the case cannot run."""
@@ -112,6 +124,8 @@ class Baseline:
         if not fits or (blocks and base == "hf"):
             known = "; ".join(f"{base} with any of +{', +'.join(known)}" for base, known in OPTIONS.items())
             raise ValueError(f"unknown baseline {name!r}; known: {known}; and :none, :block, or of ours :mlp after it")
+        if len({*options} & {*FP8, *TORCHAO}) > 1 or ("fp8" in options and "lora" not in options):
+            raise ValueError(f"{name}: one recipe of FP8, or +lora+fp8")
         found = cls(base, frozenset(options), recompute, int(blocks) if blocks else None)
         if MODELS[settings.model].drawn_in_nf4 and not (found.ours and found.adapters == "nf4"):
             raise ValueError(f"{name}: {settings.model} has no checkpoint and is drawn in 4 bits: ligermodels+nf4")
@@ -238,7 +252,10 @@ def build_ours(baseline: Baseline, settings: Settings, folder: Path) -> nn.Modul
         lora.add_lora(model, r=RANK, alpha=ALPHA)
         _draw_b(model)
     else:
-        options = {"quantization_config": "nf4"} if baseline.adapters == "nf4" else {}
+        options: dict[str, Any] = {"quantization_config": "nf4"} if baseline.adapters == "nf4" else {}
+        if recipe := baseline.options & {*FP8}:
+            name = next(iter(recipe)).replace("_", "-")
+            options = {"quantization_config": "fp8"} if name == "fp8" else {"fp8": name}
         model = ligermodels.load(folder, dtype=torch.bfloat16, device=settings.device, progress=False, **options)
         if "peft" in baseline.options:
             return importlib.import_module("peft").PeftModel.from_pretrained(model, adapters, is_trainable=True).train()
@@ -270,6 +287,12 @@ def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Mod
     if "liger" in baseline.options:
         patches = importlib.import_module("liger_kernel.transformers")
         getattr(patches, f"apply_liger_kernel_to_{model.config.model_type.removesuffix('_text')}")(model=model)
+    if recipe := baseline.options & {*TORCHAO}:
+        float8 = importlib.import_module("torchao.float8")
+        config = float8.Float8LinearConfig.from_recipe_name(next(iter(recipe)).removeprefix("ao_"))
+        float8.convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, name: "lm_head" not in name and "layers" in name
+        )
     if baseline.recompute == "block":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if baseline.adapters:
@@ -494,7 +517,8 @@ def parity(baseline: Baseline, settings: Settings) -> tuple[list[str], float]:
     expected = torch.load(folder / f"parity-{baseline.adapters}.pt", map_location=settings.device)
     factor = LOGITS_FACTOR if baseline.ours else PEERS_LOGITS_FACTOR
     probes = [probe(model, inputs) for inputs in draws]
-    found = [disagreement(here, one, factor) for here, one in zip(probes, expected, strict=True)]
+    times = baseline.fp8_factor
+    found = [disagreement(here, one, factor * times, times) for here, one in zip(probes, expected, strict=True)]
     errors = [
         typical_error(here["logits"], one["exact"]["logits"]) / max(one["errors_in_bf16"]["logits"], 1e-30)
         for here, one in zip(probes, expected, strict=True)
@@ -520,14 +544,17 @@ def probe(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {"logits": logits, "loss": output["loss"].item(), "gradient_norm": torch.stack(norms).norm().item()}
 
 
-def disagreement(found: Mapping[str, Any], expected: Mapping[str, Any], logits_factor: float) -> list[str]:
-    """How the results `found` differ from those that `prepare` wrote; empty if they agree."""
+def disagreement(
+    found: Mapping[str, Any], expected: Mapping[str, Any], logits_factor: float, times: int = 1
+) -> list[str]:  # fmt: skip
+    """How the results `found` differ from those that `prepare` wrote; empty if they agree. times: how many times the
+    errors of bf16 loss and gradient norm may have."""
     exact, errors, reasons = expected["exact"], expected["errors_in_bf16"], []
     error, allowed = typical_error(found["logits"], exact["logits"]), logits_factor * errors["logits"]
     if not error <= allowed:
         reasons.append(f"logits err by {error:.3e} against fp32, allowed {allowed:.3e}")
     for name in ("loss", "gradient_norm"):
-        allowed = RELATIVE * abs(exact[name]) + 3 * errors[name]
+        allowed = times * (RELATIVE * abs(exact[name]) + 3 * errors[name])
         if not abs(found[name] - exact[name]) <= allowed:
             reasons.append(f"{name} is {found[name]:.6g}, in fp32 {exact[name]:.6g}, allowed {allowed:.2g} off")
     return reasons
@@ -556,7 +583,9 @@ def compare_first_steps(rows: Sequence[Row], settings: Case) -> None:
             ("loss", row["losses"][0], reference["losses"][0]),
             ("gradient norm", row["first gradient norm"], reference["first gradient norm"]),
         ):
-            if not abs(found - expected) <= 2 * RELATIVE * abs(expected):  # both are bf16 and err by one rounding each
+            if not abs(found - expected) <= 2 * RELATIVE * baseline.fp8_factor * abs(
+                expected
+            ):  # both are bf16 and err by one rounding each
                 row["note"] = f"{name} of step 1 is {found:.6g}, {reference['baseline']} has {expected:.6g}"
                 row.pop("tokens/s", None)
 

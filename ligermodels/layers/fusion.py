@@ -33,9 +33,7 @@ def linears_part(layer: nn.Module, inputs: Sequence[str], at: FusionContext, out
         why = "" if all(recipes) else _why_not_joint(layer, inputs, at.gathered)  # FP8 numbers are written joint
         fused_op = "one op" if output else "one matmul"
         each = f" of {' and '.join(inputs)}" if output else ""
-        return FusionPart(
-            part, (fused_op if not why else f"one op, a matmul for each{each}") + kinds, True, why
-        )
+        return FusionPart(part, (fused_op if not why else f"one op, a matmul for each{each}") + kinds, True, why)
     joint_inputs = output and len(inputs) > 1 and not reasons.keys() & set(inputs)
     runs = f"one op of {' | '.join(inputs)}" if joint_inputs else "each by itself" if len(names) > 1 else "by itself"
     by_text: dict[str, list[str]] = {}

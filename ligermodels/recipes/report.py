@@ -171,8 +171,7 @@ def make_plan(
         "memory": f"{gib(sum(need.values()))} (tensors, estimated): {memory}",
     }
     if options.fp8 != "none":
-        plan["fp8"] = f"{options.fp8}: linear layers of blocks; embedding, head, norms and gates in 16 bits"
-        plan["fp8"] += "; experts and routers too: of a mixture, attention alone is faster" * bool(sizes.stacked)
+        plan["fp8"] = fp8_line(options, sizes)
     if data.eval_rows is not None:
         plan["evaluation"] = f"{len(data.eval_rows):,} rows"
     if not fits(need, free):
@@ -187,6 +186,13 @@ def make_plan(
             padding = 1 - counts["tokens"] / (counts["batches"] * options.batch_tokens)
             plan["capture"] += f", of which {padding:.1%} are padding"
     return plan
+
+
+def fp8_line(options: Any, sizes: Sizes) -> str:
+    """What --fp8 computes in FP8."""
+    kept = "embedding, head, norms and small gates" + ", routers and experts" * bool(sizes.stacked)
+    what = "linear layers of blocks" if not sizes.stacked else "what of the blocks is in no expert, such as attention"
+    return f"{options.fp8}: {what}; {kept} stay in 16 bits"
 
 
 def doubts(options: TrainOptions, steps: int, width: int) -> Iterator[str]:

@@ -166,6 +166,19 @@ def test_nothing_is_kept_by_default_nor_in_a_process_group(count, monkeypatch):
     assert len(count) == 16
 
 
+def test_nothing_is_kept_once_a_graph_has_captured_a_forward(count, monkeypatch):
+    model = make(KEPT)
+    gradients(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8_matmul, "_is_captured", lambda weight: True)
+        count.clear()
+        gradients(model)
+        assert len(count) == 16  # in each forward and backward of the graph, not what was kept before
+    count.clear()
+    gradients(model)  # after replays, whose optimizer makes no version
+    assert len(count) == 16
+
+
 def test_gradients_may_be_accumulated_in_place():
     model, marked = make(), make()
     accumulate_in_place(marked)

@@ -138,8 +138,7 @@ class WeightCache:
         return self._numbers
 
     def _is_open(self, weights: Sequence[Tensor], recipe: FP8Recipe) -> bool:
-        if any(w.is_cuda for w in weights) and is_capturing():
-            self._captured = True
+        self._captured = self._captured or _is_captured(weights[0])
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         plain = not any(w.is_inference() for w in weights)
         return recipe.keep_weights and plain and not (distributed or self._captured)
@@ -153,6 +152,10 @@ class WeightCache:
 
     def __reduce__(self) -> tuple:
         return WeightCache, ()
+
+
+def _is_captured(weight: Tensor) -> bool:
+    return weight.is_cuda and is_capturing()
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,0 +1,156 @@
+"""FP8: the linear layers of Llama-3.1-8B and what quantising takes, beside bf16 and torchao, with their errors.
+
+    python -m benchmarks.fp8 --out fp8.json
+    python -m benchmarks.fp8 --tokens 4096 --baselines bf16,rowwise
+    python -m benchmarks.fp8 --dry
+
+layers: forward, dx and dW of one layer with 16,384 tokens. "TFLOP/s" counts 6 T N K. errors of y, dx and dW: relative, in
+the mean square, against fp64, with 1,024 tokens. Each of ours must have the errors that its number formats explain;
+else nothing of it is timed and the exit status is 1. It is a benchmark beside kernels.py, whose rule is that an op is
+as exact as the eager one of its dtype.
+quantising: each kernel over activations, dy and weights. "TB/s" counts the bytes that have to move.
+torchao, where it is installed: its float8 training on an nn.Linear, under torch.compile.
+"""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import harness
+from benchmarks.harness import Record
+from benchmarks.kernels import milliseconds
+from ligermodels.kernels.linear._fp8_quantize import quantize_rows, quantize_transposed, tensor_scale, transposed
+from ligermodels.kernels.linear.fp8_matmul import RECIPES
+from ligermodels.layers.fp8 import FP8Linear
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
+"""N and K."""
+BASELINES = ("bf16", *RECIPES, "torchao rowwise", "torchao tensorwise", "torchao rowwise_with_gw_hp")
+CHECKED = 1024
+"""Tokens of the comparison with fp64."""
+ROUNDINGS = {"e4m3": 0.0275, "e5m2": 0.055, "bf16": 0.0017}
+"""Relative rms errors of numbers of a format: 2^-4, 2^-3 and 2^-9 at most, and 0.42 of that in the mean square."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--baselines", type=harness.names(*BASELINES), default="all")
+
+
+def measure(options: argparse.Namespace, record: Record) -> None:
+    device, tokens = options.device, 96 if options.dry else options.tokens
+    shapes = dict.fromkeys(SHAPES, (96, 64)) if options.dry else SHAPES
+    record["layers"], record["quantising"], record["red"] = [], [], []
+    for shape, (n, k) in shapes.items():
+        weight = torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5
+        for name in options.baselines:
+            if name.startswith("torchao") and (options.dry or importlib.util.find_spec("torchao") is None):
+                continue
+            layer = layer_of(name, weight)
+            found = errors(layer, min(tokens, CHECKED))
+            row: dict[str, Any] = {"layer": shape, "baseline": name, **found}
+            if name in RECIPES and (wrong := unexplained(name, found)):
+                record["red"].append(f"{shape}, {name}: {wrong}")
+                record["layers"].append({**row, "note": wrong})
+                continue
+            ms, _ = milliseconds([step(layer, tokens)], device)
+            record["layers"].append({**row, "ms": ms, "TFLOP/s": 6e-9 * tokens * n * k / ms})
+            harness.announce(record["layers"][-1])
+            del layer
+            torch.compiler.reset()
+            harness.free(device)
+        record["quantising"] += quantising(shape, torch.randn(tokens, k, device=device, dtype=torch.bfloat16))
+    record["quantising"] += quantising(
+        "gate, up: dy", torch.randn(tokens, shapes["gate, up"][0], device=device).bfloat16()
+    )
+
+
+def layer_of(name: str, weight: Tensor) -> Any:
+    """The layer of a baseline, with this weight."""
+    n, k = weight.shape
+    linear = nn.Linear(k, n, bias=False, device=weight.device, dtype=weight.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    if name in RECIPES:
+        return FP8Linear.from_linear(linear, RECIPES[name])
+    if name.startswith("torchao "):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(name.removeprefix("torchao "))  # type: ignore[arg-type]
+        return torch.compile(convert_to_float8_training(nn.Sequential(linear), config=config), dynamic=False)
+    return linear
+
+
+def step(layer: Any, tokens: int) -> Callable[[], None]:
+    """A forward and a backward of the layer."""
+    weight = next(layer.parameters())
+    x = torch.randn(tokens, weight.shape[1], device=weight.device, dtype=weight.dtype, requires_grad=True)
+    dy = torch.randn(tokens, weight.shape[0], device=weight.device, dtype=weight.dtype)
+
+    def run() -> None:
+        weight.grad = x.grad = None
+        layer(x).backward(dy)
+
+    return run
+
+
+def errors(layer: Any, tokens: int) -> dict[str, float]:
+    """The relative errors of y, dx and dW."""
+    weight = next(layer.parameters())
+    torch.manual_seed(0)
+    x = torch.randn(tokens, weight.shape[1], device=weight.device).bfloat16().requires_grad_()
+    dy = torch.randn(tokens, weight.shape[0], device=weight.device).bfloat16()
+    y = layer(x)
+    y.backward(dy)
+    of_x, of_dy, of_w = (t.detach().double() for t in (x, dy, weight))
+    exact = {"y": of_x @ of_w.t(), "dx": of_dy @ of_w, "dW": of_dy.t() @ of_x}
+    found = {"y": y, "dx": x.grad, "dW": weight.grad}
+    weight.grad = None
+    return {
+        f"error of {name}": ((found[name].double() - e).norm() / e.norm()).item()  # type: ignore[union-attr]
+        for name, e in exact.items()
+    }
+
+
+def unexplained(name: str, found: dict[str, float]) -> str:
+    """The error of ours that is larger than its formats explain, or ""."""
+    recipe = RECIPES[name]
+    for product, what in (("forward", "y"), ("dx", "dx"), ("dw", "dW")):
+        other = "e4m3" if what == "y" else recipe.grad_dtype
+        bound = (ROUNDINGS["e4m3"] ** 2 + ROUNDINGS[other] ** 2) ** 0.5
+        bound = 1.1 * (bound if getattr(recipe, product) == "fp8" else 2 * ROUNDINGS["bf16"])
+        if not found[f"error of {what}"] <= bound:
+            return f"the error of {what} is {found[f'error of {what}']:.4f}, more than {bound:.4f}"
+    return ""
+
+
+def quantising(what: str, x: Tensor) -> list[dict[str, Any]]:
+    q, scale = quantize_rows(x)[0], tensor_scale([x], "e4m3", False)
+    calls: Sequence[tuple[str, int, Callable[[], Any]]] = (
+        ("by rows", 3, lambda: quantize_rows(x)),
+        ("transposed, by columns", 3, lambda: quantize_transposed(x)),
+        ("scale of the tensor", 2, lambda: tensor_scale([x], "e4m3", False)),
+        ("by one scale", 3, lambda: quantize_rows(x, scale=scale)),
+        ("transposed, by one scale", 3, lambda: quantize_transposed(x, scale=scale)),
+        ("FP8 transposed", 2, lambda: transposed(q)),
+    )
+    rows = []
+    for name, size, call in calls:
+        ms, _ = milliseconds([call], x.device.type)
+        rows.append({"input": what, "shape": f"{len(x):,} x {x.shape[1]:,}", "kernel": name, "ms": ms,
+                     "TB/s": size * x.numel() / ms / 1e9})  # fmt: skip
+        harness.announce(rows[-1])
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return harness.main(__doc__, arguments, add_options, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
