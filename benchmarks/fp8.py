@@ -2,18 +2,23 @@
 
     python -m benchmarks.fp8 --out fp8.json
     python -m benchmarks.fp8 --tokens 4096 --baselines bf16,rowwise
+    python -m benchmarks.fp8 --gradients SmolLM2-135M-Instruct.Q4_1.gguf      # of a trained model; a CPU does
     python -m benchmarks.fp8 --dry
 
-layers: forward, dx and dW of one layer with 16,384 tokens. "TFLOP/s" counts 6 T N K. errors of y, dx and dW: relative, in
-the mean square, against fp64, with 1,024 tokens. Each of ours must have the errors that its number formats explain;
+layers: forward, dx and dW of one layer with 16,384 tokens. "TFLOP/s" counts 6 T N K. errors of y, dx and dW: relative,
+in the mean square, against fp64, with 1,024 tokens. Each of ours must have the errors that its number formats explain;
 else nothing of it is timed and the exit status is 1. It is a benchmark beside kernels.py, whose rule is that an op is
 as exact as the eager one of its dtype.
 quantising: each kernel over activations, dy and weights. "TB/s" counts the bytes that have to move.
+gradients: in place of these, the gradients of a trained model, of the loss of the first tokens of Python's own reference
+(pydoc_data.topics): the cosine of each weight's with that in fp32, by kind of layer over all blocks.
 torchao, where it is installed: its float8 training on an nn.Linear, under torch.compile.
 """
 
 import argparse
 import importlib.util
+import re
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import ligermodels
 from benchmarks import harness
 from benchmarks.harness import Record
 from benchmarks.kernels import milliseconds
@@ -40,9 +46,15 @@ ROUNDINGS = {"e4m3": 0.0275, "e5m2": 0.055, "bf16": 0.0017}
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--baselines", type=harness.names(*BASELINES), default="all")
+    parser.add_argument("--gradients", metavar="MODEL", help="a folder, repository or GGUF file")
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
+    if options.gradients:
+        record["gradients"] = cosines(options.gradients, options.device)
+        return
+    if options.device == "cpu" and not options.dry:
+        raise ValueError("needs a CUDA device, but for --gradients; --dry runs tiny layers on the CPU")
     device, tokens = options.device, 96 if options.dry else options.tokens
     shapes = dict.fromkeys(SHAPES, (96, 64)) if options.dry else SHAPES
     record["layers"], record["quantising"], record["red"] = [], [], []
@@ -148,8 +160,39 @@ def quantising(what: str, x: Tensor) -> list[dict[str, Any]]:
     return rows
 
 
+def cosines(source: str, device: str) -> list[dict[str, Any]]:
+    """The smallest and the mean cosine over blocks of the gradients of each kind of weight, for each baseline."""
+    from pydoc_data import topics
+
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    ids = torch.tensor(ligermodels.Tokenizer.from_hub(source)(text[:8192])["input_ids"][:1024], device=device)
+    rows = ids.view(4, -1)
+
+    def gradients(dtype: torch.dtype, fp8: str | None = None) -> tuple[float, dict[str, Tensor]]:
+        model = ligermodels.load(source, dtype=dtype, device=device, fp8=fp8, progress=False).train()
+        loss = model(rows, labels=rows).loss
+        loss.backward()
+        return loss.item(), {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+
+    loss, exact = gradients(torch.float32)
+    found: list[dict[str, Any]] = []
+    for baseline in (None, *RECIPES):
+        low, grads = gradients(torch.bfloat16, baseline)
+        by_kind: dict[str, list[float]] = {}
+        for name, grad in grads.items():
+            cosine = torch.cosine_similarity(grad.flatten(), exact[name].flatten(), 0).item()
+            by_kind.setdefault(re.sub(r".*layers\.\d+\.", "", name), []).append(cosine)
+        for kind, values in by_kind.items():
+            found.append(
+                {"baseline": baseline or "bf16", "loss less fp32's": low - loss, "weight": kind, "smallest": min(values),
+                 "mean": statistics.fmean(values)}
+            )  # fmt: skip
+            harness.announce(found[-1])
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    return harness.main(__doc__, arguments, add_options, measure)
+    return harness.main(__doc__, arguments, add_options, measure, needs_gpu=False)
 
 
 if __name__ == "__main__":

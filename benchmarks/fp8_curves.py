@@ -10,8 +10,8 @@ SHA-256 and the number of tokens. The last 2 % of the tokens are held out. The m
 which also decides the order of the batches; weights in bf16 with fp32 masters, AdamW, a cosine schedule.
 
 curves: the training loss of every run, as means of --every steps. ends: the held-out loss of every run at the end, in
-the run's own precision and, of the same weights, in bf16. difference: from bf16 with the same seed, in the mean; spread:
-the standard deviation of bf16 over seeds. "leaves the spread": the mean difference is larger than the spread.
+the run's own precision and, of the same weights, in bf16. difference: from bf16 with the same seed, in the mean;
+spread: the standard deviation of bf16 over seeds. "leaves the spread": the mean difference is larger than the spread.
 """
 
 import argparse

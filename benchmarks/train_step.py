@@ -7,21 +7,22 @@
     python -m benchmarks.train_step --case gemma-2-2b --dry
 
 A baseline is `ligermodels` with any of +adamw (our AdamW in place of torch's), +in_backward (our AdamW, stepping in the
-backward), +captured (the step is one CUDA graph), +in_place (micro-batches add to the gradients in the GEMM) +offload (what is saved for backward goes to the host), and +rowwise, +tensorwise or +rowwise_bf16_dw (products in FP8
-by that recipe), or `hf`, which is transformers, with any of +liger, +compile
-and torchao's recipes of FP8, +ao_rowwise, +ao_tensorwise and +ao_rowwise_with_gw_hp. Its gated delta rule is PyTorch's, or with +fla that of fla in Triton, with +tilelang in Triton and TileLang,
-with +flashqla FlashQLA's. Either takes +lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the
-same on a model in 4 bits (QLoRA): ours by `load_adapter`, or with +peft by PEFT, theirs by PEFT and bitsandbytes, from
-one file that PEFT wrote. +lora+fp8 is ours over a base in FP8. Around theirs PEFT runs as in TRL: under autocast to bf16, adapters in fp32; on 4 bits bf16.
-Recomputation other than the case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`, `ligermodels:block*27`,
-which is that of the first 27 blocks.
+backward), +captured (the step is one CUDA graph), +in_place (micro-batches add to the gradients in the GEMM), +offload
+(what is saved for backward goes to the host), and +rowwise, +tensorwise or +rowwise_bf16_dw (products in FP8 by that
+recipe), or `hf`, which is transformers, with any of +liger, +compile, and +ao_rowwise, +ao_tensorwise or
++ao_rowwise_with_gw_hp (torchao's FP8). Its gated delta rule is PyTorch's, or with +fla that of fla in Triton, with
++tilelang in Triton and TileLang, with +flashqla FlashQLA's. Either takes +lora, adapters of rank 16 on all linear
+modules of a frozen model, or +nf4, the same on a model in 4 bits (QLoRA): ours by `load_adapter`, or with +peft by
+PEFT, theirs by PEFT and bitsandbytes, from one file that PEFT wrote. +lora+fp8 is ours over a base in FP8. Around
+theirs PEFT runs as in TRL: under autocast to bf16, adapters in fp32; on 4 bits bf16. Recomputation other than the
+case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`, `ligermodels:block*27`, which is that of the first 27
+blocks.
 
 Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
 checkpoint, which transformers wrote. Before it is timed it must agree with transformers in fp32 on a shallow model of
 the same widths: logits, loss and gradient norm. One that does not agree gets no figures; if it is ours, the exit status
 is 1. The steps are on random tokens, the same for all, and loss and gradient norm of the first must agree as well.
-What is in FP8 may err by
-FP8_FACTOR times as much, since its numbers have that many bits less.
+What is in FP8 may err by FP8_FACTOR times as much.
 "error / bf16's" is the error of the shallow model's logits over that of transformers in bf16. "kept KiB a token": what
 a forward keeps for the backward, where adapters are trained.
 """

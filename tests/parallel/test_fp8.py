@@ -1,4 +1,4 @@
-"""FP8 under FSDP2 on two ranks: as in one process, also after a step, whose weights FSDP gathers into the same memory."""
+"""FP8 under FSDP2 on two ranks: as in one process, also after steps, whose weights FSDP gathers into old memory."""
 
 import pytest
 import torch
