@@ -10,7 +10,7 @@ in the mean square, against fp64, with 1,024 tokens. Each of ours must have the 
 else nothing of it is timed and the exit status is 1. It is a benchmark beside kernels.py, whose rule is that an op is
 as exact as the eager one of its dtype.
 quantising: each kernel over activations, dy and weights. "TB/s" counts the bytes that have to move.
-gradients: in place of these, the gradients of a trained model, of the loss of the first tokens of Python's own reference
+gradients: in place of these, the gradients of a trained model on the first tokens of Python's own reference
 (pydoc_data.topics): the cosine of each weight's with that in fp32, by kind of layer over all blocks.
 torchao, where it is installed: its float8 training on an nn.Linear, under torch.compile.
 """
@@ -31,8 +31,7 @@ from benchmarks import harness
 from benchmarks.harness import Record
 from benchmarks.kernels import milliseconds
 from ligermodels.kernels.linear._fp8_quantize import quantize_rows, quantize_transposed, tensor_scale, transposed
-from ligermodels.kernels.linear.fp8_matmul import RECIPES
-from ligermodels.layers.fp8 import FP8Linear
+from ligermodels.layers.fp8 import RECIPES, FP8Linear
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
 """N and K."""
@@ -184,7 +183,7 @@ def cosines(source: str, device: str) -> list[dict[str, Any]]:
             by_kind.setdefault(re.sub(r".*layers\.\d+\.", "", name), []).append(cosine)
         for kind, values in by_kind.items():
             found.append(
-                {"baseline": baseline or "bf16", "loss less fp32's": low - loss, "weight": kind, "smallest": min(values),
+                {"baseline": baseline or "bf16", "loss - fp32's": low - loss, "weight": kind, "smallest": min(values),
                  "mean": statistics.fmean(values)}
             )  # fmt: skip
             harness.announce(found[-1])

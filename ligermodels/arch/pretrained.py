@@ -180,17 +180,9 @@ class Pretrained(nn.Module):
             model_config = cls._checked_config(values, changes)
             model_config._name_or_path = str(id_or_folder)
             quantizer = quantization.choose(quantization_config, saved_with)
-            if fp8 is not None and quantizer is not None:
-                raise InputError(
-                    "fp8= multiplies weights in 16 bits in FP8, and these are quantised: leave it out. Adapters over "
-                    'quantization_config="fp8" compute in FP8 without it'
-                )
-            if mesh is not None and quantizer is not None:
-                raise InputError("mesh= shards plain weights, and these are quantised: leave mesh out, or quantization")
+            _check_plain(quantizer, fp8, mesh, mtp_loss_weight)
             opened = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
             opened = quantization.reader_of(saved_with, opened, place)
-            if mtp_loss_weight is not None and quantizer is not None:
-                raise InputError("mtp_loss_weight= reads plain weights, and these are quantised: use training.load_mtp")
             model = cls._on_meta(model_config, dtype, activation_checkpointing, mtp_loss_weight)
             if fp8 is not None:
                 model.use_fp8(fp8, device=place)
@@ -505,6 +497,21 @@ class Pretrained(nn.Module):
         if (isinstance(head, LMHead) and head.is_tied) or getattr(head, "weight", None) is table:
             return {"lm_head.weight": self._table_name}
         return {}
+
+
+def _check_plain(quantizer: Any, fp8: Any, mesh: Any, mtp_loss_weight: float | None) -> None:
+    """Raises InputError where weights are quantised and an option is for plain ones."""
+    if quantizer is None:
+        return
+    if fp8 is not None:
+        raise InputError(
+            "fp8= multiplies weights in 16 bits in FP8, and these are quantised: leave it out. Adapters over "
+            'quantization_config="fp8" compute in FP8 without it'
+        )
+    if mesh is not None:
+        raise InputError("mesh= shards plain weights, and these are quantised: leave mesh out, or quantization")
+    if mtp_loss_weight is not None:
+        raise InputError("mtp_loss_weight= reads plain weights, and these are quantised: use training.load_mtp")
 
 
 def _check_mesh(mesh: Any, parallel: Mapping[str, Any] | None, device: Any, device_map: Any = None) -> None:

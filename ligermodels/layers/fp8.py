@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.linear.fp8_matmul import (
+from ligermodels.kernels.linear.fp8_matmul import check_device as check_device
+from ligermodels.kernels.linear.fp8_weight import (
     RECIPES as RECIPES,
     FP8Recipe as FP8Recipe,
     FP8Weight,
     WeightCache,
-    check_device as check_device,
     recipe_of as recipe_of,
 )
 from ligermodels.kernels.linear.linear import linears

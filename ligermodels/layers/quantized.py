@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
-from ligermodels.kernels.linear.fp8_matmul import FP8Recipe, FP8Weight
+from ligermodels.kernels.linear.fp8_weight import FP8Recipe, FP8Weight
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.low_bit import LowBitWeight
 from ligermodels.kernels.linear.mxfp4 import quantize_mxfp4

@@ -32,6 +32,7 @@ from ligermodels.kernels._triton import accumulator, apply, once_differentiable,
 from ligermodels.kernels.linear import fp8_matmul
 from ligermodels.kernels.linear._gemv import MAX_ROWS, gemv
 from ligermodels.kernels.linear._lora import LoRABranch, flatten_adapters
+from ligermodels.kernels.linear.fp8_weight import FP8Weight, frozen_numbers, quantized_weights
 from ligermodels.kernels.linear.joint import as_one, as_one_layer, joint, rows_of
 from ligermodels.kernels.linear.low_bit import LowBitWeight, dequantized, has_bits
 from ligermodels.kernels.linear.operand import (
@@ -50,7 +51,7 @@ def linears_reference(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
     """The layers one after the other, by PyTorch's own functions, which autograd, autocast and transforms see."""
     outputs = []
     for weight, bias, adapter in operands:
-        if isinstance(weight, fp8_matmul.FP8Weight):
+        if isinstance(weight, FP8Weight):
             y = fp8_matmul.fp8_linear_reference(x.to(autocast_dtype(x) or x.dtype), weight, bias)
         else:
             y = F.linear(x, weight, bias) if isinstance(weight, Tensor) else _frozen_linear(x, weight, bias)
@@ -210,9 +211,9 @@ class JointLinears:
         """The numbers and scales of all weights in FP8."""
         if self._numbers is None:
             if self.has_bits:
-                self._numbers = fp8_matmul.frozen_numbers(self.weights)
+                self._numbers = frozen_numbers(self.weights)
             elif self._cache is None:
-                self._numbers = fp8_matmul.quantized_weights(self.weights, self.recipe)
+                self._numbers = quantized_weights(self.weights, self.recipe)
             else:
                 self._numbers = self._cache.get(self.weights, self.recipe)
         return self._numbers

@@ -19,7 +19,8 @@ from ligermodels.kernels._gradients import is_marked
 from ligermodels.kernels._recompute import handle_of, in_transform
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear._gemv import MAX_ROWS, gemv_takes
-from ligermodels.kernels.linear.fp8_matmul import FP8Weight, check_fp8
+from ligermodels.kernels.linear.fp8_matmul import check_fp8
+from ligermodels.kernels.linear.fp8_weight import FP8Weight
 from ligermodels.kernels.linear.low_bit import LowBitWeight, has_bits
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

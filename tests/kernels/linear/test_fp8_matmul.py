@@ -14,7 +14,7 @@ from ligermodels.kernels.linear._fp8_quantize import (
     tensor_scale,
     transposed,
 )
-from ligermodels.kernels.linear.fp8_matmul import RECIPES, FP8Recipe, FP8Weight, WeightCache
+from ligermodels.kernels.linear.fp8_weight import RECIPES, FP8Recipe, FP8Weight, WeightCache
 from ligermodels.kernels.linear.gated_mlp import mlp_of
 from ligermodels.kernels.linear.joint import make_joint
 from ligermodels.kernels.linear.linear import linears
