@@ -16,7 +16,17 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels
-from benchmarks import decode, distributed, harness, kernels as kernel_benchmark, load, quantized, train_step
+from benchmarks import (
+    decode,
+    distributed,
+    fp8,
+    fp8_curves,
+    harness,
+    kernels as kernel_benchmark,
+    load,
+    quantized,
+    train_step,
+)
 from benchmarks.train_cases import CASES, MODELS, ours
 from ligermodels.generation import graphs
 from ligermodels.training import lora
@@ -110,6 +120,32 @@ def test_every_op_is_measured_and_a_red_parity_refuses_its_figures(monkeypatch, 
     for name, op in kernel_benchmark.OPS.items():
         found = [row for row in record[name] if row["baseline"] == "ligermodels"]
         assert name == "rms_norm" or (len(found) == len(op.dry) and all(row["fwd + bwd ms"] > 0 for row in found)), name
+
+
+def test_layers_in_fp8_are_measured_unless_their_error_is_not_that_of_fp8(run, monkeypatch):
+    code, record, _ = run(fp8, "--baselines", "bf16,rowwise")
+    assert code == 0 and [row["baseline"] for row in record["layers"]] == ["bf16", "rowwise"] * 4
+    assert all(row["ms"] > 0 for row in (*record["layers"], *record["quantising"]))
+    monkeypatch.setitem(fp8.RECIPES, "rowwise", dataclasses.replace(fp8.RECIPES["rowwise"], grad_dtype="e5m2"))
+    monkeypatch.setitem(fp8.ROUNDINGS, "e5m2", fp8.ROUNDINGS["e4m3"])
+    code, record, printed = run(fp8, "--baselines", "bf16,rowwise")
+    assert code == 1 and len(record["red"]) == 4 and "RED: qkv, rowwise: the error of dx is 0.0" in printed
+    assert not any("ms" in row for row in record["layers"] if row["baseline"] == "rowwise")
+
+
+@slow
+def test_curves_in_fp8_are_compared_with_those_of_bf16(run, tmp_path):
+    picture = tmp_path / "curves.png"
+    code, record, _ = run(fp8_curves, "--recipes", "bf16,rowwise", "--picture", str(picture))
+    assert code == 0 and picture.stat().st_size > 1000 and record["text"]["bytes"] == 200_000
+    assert [(curve["recipe"], curve["seed"]) for curve in record["curves"]] == [
+        ("bf16", 0), ("rowwise", 0), ("bf16", 1), ("rowwise", 1)
+    ]  # fmt: skip
+    exact, low = record["curves"][:2]
+    assert exact["losses"][0] == pytest.approx(low["losses"][0], abs=0.01) and exact["losses"] != low["losses"]
+    assert exact["losses"][-1] < exact["losses"][0]
+    bf16, rowwise = record["differences"]
+    assert bf16["difference"] == 0 and 0 < abs(rowwise["difference"]) < 0.05
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -42,7 +42,7 @@ def quantize_reference(x: Tensor, dtype: str, powers_of_two: bool, *, per_row: b
     low, largest = DTYPES[dtype]
     x = x.float()
     scale = scales_of(x.abs().amax(1, keepdim=True) if per_row else x.abs().amax(), largest, powers_of_two)
-    return (x * scale.reciprocal()).to(low), scale
+    return (x * scale.reciprocal()).to(low).contiguous(), scale
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def quantize_rows(
         if scale is None:
             q, of_rows = quantize_reference(values, dtype, powers_of_two)
         else:
-            q, of_rows = (values * scale.reciprocal()).to(low), scale
+            q, of_rows = (values * scale.reciprocal()).to(low).contiguous(), scale
         if out is None:
             return q, of_rows
         out[0].copy_(q)

@@ -92,9 +92,9 @@ def forward(
 
 
 def input_gradient(
-    dy: Tensor, weight: tuple[Tensor, Tensor], out: Tensor | None, recipe: FP8Recipe
+    dy: Tensor, weight: tuple[Tensor, Tensor], out: Tensor | None, recipe: FP8Recipe, q_t: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """dx [T, K] from dy [T, N]."""
+    """dx [T, K] from dy [T, N]; q_t: the transpose of the weight's numbers, where the caller has it."""
     q, scale = weight
     options: Any = dict(powers_of_two=recipe.powers_of_two)
     if recipe.scaling == "tensorwise":
@@ -102,7 +102,8 @@ def input_gradient(
     else:
         rows = quantize_rows(dy, recipe.grad_dtype, factor=scale.view(-1), **options)
         scale = torch.ones(q.shape[1], 1, device=q.device)
-    return multiply(rows, (transposed(q), scale), None, out, fast=recipe.fast_accumulation == "all")
+    q_t = transposed(q) if q_t is None else q_t
+    return multiply(rows, (q_t, scale), None, out, fast=recipe.fast_accumulation == "all")
 
 
 def weight_gradients(

@@ -186,6 +186,8 @@ class JointLinears:
 
     _sums: Sequence[Tensor | None] = ()
     _bias_sum: Tensor | None = None
+    _numbers: tuple[Tensor, Tensor] | None = None
+    _transposed: Tensor | None = None
 
     def __init__(
         self, leaves: Sequence[Any], rest: Rest, dtype: torch.dtype, needs: Sequence[bool] = (),
@@ -202,7 +204,6 @@ class JointLinears:
         self.needs, self.several = needs, several
         self.recipe: Any = None if fp8 is None else fp8[0]
         self._cache: Any = None if fp8 is None else fp8[1]
-        self._numbers: tuple[Tensor, Tensor] | None = None
 
     def _in_fp8(self, product: str) -> bool:
         return self.recipe is not None and getattr(self.recipe, product) == "fp8"
@@ -263,7 +264,10 @@ class JointLinears:
     def input_gradient(self, dy: Tensor, dh: Tensor | None, out: Tensor | None = None) -> Tensor:
         """dx [T, K] from dy [T, sum N_i] and dH, into `out` where given."""
         if self._in_fp8("dx"):
-            dx = fp8_matmul.input_gradient(dy, self._quantized(), out, self.recipe)
+            numbers = self._quantized()
+            if self.several and self._transposed is None:  # for all chunks
+                self._transposed = fp8_matmul.transposed(numbers[0])
+            dx = fp8_matmul.input_gradient(dy, numbers, out, self.recipe, self._transposed)
         else:
             dx = _input_gradient(dy, self._plain(dy.dtype), out)
         return dx if self.branch is None else self.branch.add_input_gradient(dx, dh)  # type: ignore[arg-type]

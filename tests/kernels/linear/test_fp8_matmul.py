@@ -217,3 +217,18 @@ def test_what_cannot_be_computed_is_refused(device):
         FP8Recipe("blockwise")
     with pytest.raises(InputError, match="leave the recipe out"):
         FP8Recipe(forward="bf16", dx="bf16", dw="bf16")
+
+
+def test_strided_inputs_and_gradients(device):
+    weight = torch.nn.Parameter(make(48, 64, device))
+
+    def run(x, dy):
+        x, weight.grad = x.detach().requires_grad_(), None
+        y = linears(x, [LinearOperand(FP8Weight(weight, RECIPES["rowwise"]))])
+        y.backward(dy)
+        return y.detach(), x.grad, weight.grad
+
+    plain, dy = make(80, 64, device), make(1, 48, device).expand(80, 48)
+    expected = run(plain, dy.contiguous())
+    for x in (torch.cat([plain, plain], 1)[:, :64], plain.t().contiguous().t()):
+        assert all(map(torch.equal, run(x, dy), expected))
