@@ -21,6 +21,7 @@ from ligermodels.kernels.attention.decode_attention import decode_attention, rop
 from ligermodels.kernels.attention.decode_keys_as_values import rope_decode_keys_as_values
 from ligermodels.kernels.attention.rope import rope_to_cache
 from ligermodels.kernels.experts.experts import experts_of
+from ligermodels.kernels.linear._fp8_quantize import quantize_rows, quantize_transposed, tensor_scale, transposed
 from ligermodels.kernels.linear._gemv import gemv
 from ligermodels.kernels.linear.int2_matmul import int2_matmul
 from ligermodels.kernels.linear.linear import linears
@@ -271,6 +272,17 @@ def mxfp4(*shape: int) -> MXFP4Weight:
     return MXFP4Weight("mxfp4", shape, BF16, 32, packed, scale)
 
 
+def quantised_to_fp8() -> None:
+    x, fp32 = frozen(16384, 4096), frozen(14336, dtype=FP32)
+    quantize_rows(x)
+    quantize_rows(frozen(16384, 14336), "e5m2", powers_of_two=True, factor=fp32)
+    quantize_transposed(x)
+    scale = tensor_scale([x], "e4m3", False)
+    quantize_rows(x, scale=scale)
+    quantize_transposed(x, scale=scale)
+    transposed(frozen(6144, 4096, dtype=torch.float8_e4m3fn))
+
+
 def unpacked_mxfp4() -> None:
     mxfp4(5760, 2880).dequantize()
 
@@ -397,6 +409,7 @@ CASES: dict[str, Callable[[], None]] = {
     "int4, 64 rows fp32": lambda: quantised("int4", 64, dtype=FP32),
     "nf4": nf4,
     "mxfp4": unpacked_mxfp4,
+    "fp8": quantised_to_fp8,
     "int2": int2,
     "route": routes,
     "experts": lambda: experts(4096),

@@ -25,6 +25,7 @@ from ligermodels.kernels import _tested
 from ligermodels.kernels._triton import cuda_capability, is_datacenter, triton, use_triton
 from ligermodels.kernels.attention import attention, decode_attention, decode_keys_as_values, rope
 from ligermodels.kernels.experts.experts import experts_of, experts_reference
+from ligermodels.kernels.linear._fp8_quantize import quantize_reference, quantize_rows, quantize_transposed
 from ligermodels.kernels.linear.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.mxfp4 import quantize_mxfp4
@@ -206,6 +207,18 @@ def _int2(rows: int) -> Check:
     return _both(int2_matmul, int2_matmul_reference, arguments, out_dtype=torch.float32)
 
 
+def _fp8(op: Callable[..., tuple[Tensor, Tensor]], of: Callable[[Tensor], Tensor], rows: int) -> Check:
+    """Numbers in FP8 and their scales, multiplied; of: what of x the reference quantises by rows."""
+
+    def product(q: Tensor, scale: Tensor) -> Tensor:
+        return q.float() * scale
+
+    return Check(
+        lambda x: product(*op(x)), lambda x: product(*quantize_reference(of(x), "e4m3", False)),
+        lambda d: {"x": d.data(d.size(rows, 16), d.size(2304, 64))},
+    )  # fmt: skip
+
+
 def _rows(name: str, count: int) -> str:
     return f"{name}, {count} row{'s' * (count > 1)}"
 
@@ -364,6 +377,8 @@ CHECKS: dict[str, Check] = {
     ),
     **{_rows(kind, n): _quantized(kind, n) for kind in ("int8", "fp8", "int4", "nf4") for n in (1, 7, 100)},
     **{_rows("int2", n): _int2(n) for n in (1, 40)},
+    "to fp8, rows": _fp8(quantize_rows, lambda x: x, 300),
+    "to fp8, columns": _fp8(quantize_transposed, Tensor.t, 320),
     "attention": _attention(128, softcap=30.0),
     "attention, window": _attention(64, window=33),
     "attention, packed": _attention(128, packed=True),
@@ -481,8 +496,10 @@ def judge(name: str, check: Check, device: torch.device) -> Result:
 
 def results(device: torch.device) -> Iterator[Result]:
     for name, check in CHECKS.items():
-        if name.startswith("fp8") and device.type == "cuda" and 0 < cuda_capability(device.index) < 89:
+        if "fp8" in name and device.type == "cuda" and 0 < cuda_capability(device.index) < 89:
             continue  # Triton has no e4m3 there
+        if name.startswith("to fp8") and device.type == "cpu":
+            continue  # the interpreter truncates
         yield judge(name, check, device)
 
 
