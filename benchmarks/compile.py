@@ -1,6 +1,6 @@
 """Every Triton kernel, compiled by ptxas for five kinds of GPU on a machine that has none: registers, spills, memory.
 
-    python -m benchmarks.compile                 writes benchmarks/results/ptxas.json
+    python -m benchmarks.compile                 writes tests/fixtures/ptxas.json
     python -m benchmarks.compile --check         exit status 1 where the sources are worse than that table says
     python -m benchmarks.compile --fresh adamw   also compiles again what has this in its name ("": everything)
 
@@ -44,7 +44,7 @@ import ligermodels
 from benchmarks import pretend
 from benchmarks.compile_cases import cases
 
-TABLE = Path(__file__).parent / "results" / "ptxas.json"
+TABLE = Path(__file__).parents[1] / "tests" / "fixtures" / "ptxas.json"
 SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program can have, by capability. Source: CUDA C++ Programming Guide, compute
 capabilities."""

@@ -87,5 +87,5 @@ def test_all_pass_and_launch_every_kernel(capsys, monkeypatch):
     monkeypatch.setattr(InterpretedFunction, "run", run)
     status = main(["doctor", "--kernels"])
     assert status == 0, capsys.readouterr().out
-    table = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "ptxas.json").read_text())["rows"]
+    table = json.loads((Path(__file__).parents[1] / "fixtures" / "ptxas.json").read_text())["rows"]
     assert sorted({name.split(":")[0] for name in table} - launched) == LEFT_OUT

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TABLE = json.loads((ROOT / "benchmarks" / "results" / "ptxas.json").read_text())
+TABLE = json.loads((ROOT / "tests" / "fixtures" / "ptxas.json").read_text())
 
 
 def triton() -> str | None:
