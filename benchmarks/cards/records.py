@@ -116,9 +116,8 @@ def is_ours(baseline: str) -> bool:
 
 
 def records(folder: Path = RESULTS) -> list[Record]:
-    """All records, the oldest first; ptxas.json, which was measured on no machine, is none."""
-    paths = [path for path in sorted(folder.glob("*.json")) if path.name != "ptxas.json"]
-    found = [Record(path.stem, json.loads(path.read_text("utf-8"))) for path in paths]
+    """All records, the oldest first."""
+    found = [Record(path.stem, json.loads(path.read_text("utf-8"))) for path in sorted(folder.glob("*.json"))]
     return sorted(found, key=lambda record: (record.date, record.name))
 
 
