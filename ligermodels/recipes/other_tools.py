@@ -22,7 +22,7 @@ ROWS = {
     "gradient_checkpointing": "`--activations none`, `mlp` or `block`",
     "use_peft, peft, adapter": "`--lora-r` above 0",
     "load_in_4bit": "`--quantize nf4` with `--lora-r`",
-    "load_in_8bit": "there is none; `--quantize nf4` with `--lora-r` has weights in 4 bits",
+    "load_in_8bit": "`--quantize fp8` with `--lora-r`, on GPUs that have FP8",
     "lora_target_linear": "all linear layers have adapters unless `--lora-target-modules` is given",
     "packing, sample_packing, padding_free, group_by_length, pad_to_sequence_len": _PACKED,
     "dataset_name, dataset_config, dataset_train_split, datasets, dataset":

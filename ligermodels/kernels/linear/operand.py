@@ -53,7 +53,7 @@ class LinearOperand(NamedTuple):
     @property
     def is_dense(self) -> bool:
         """True if the weight is a tensor, and there is no adapter."""
-        return self.adapter is None and not isinstance(self.weight, LowBitWeight | FP8Weight)
+        return self.adapter is None and isinstance(self.weight, Tensor)
 
     @property
     def is_fp8(self) -> bool:
@@ -261,9 +261,9 @@ def check(
                     f"{where}: {layer}adapter has A of {describe(a)} and B of {describe(b)}; expected "
                     f"{(*lead, 'r', width)} and {(*lead, rows, 'r')} on {device}."
                 )
-        if isinstance(weight, FP8Weight):
+        if type(weight) is FP8Weight:
             check_fp8([weight], cast or dtype, device)
-        if isinstance(weight, LowBitWeight | FP8Weight):
+        if not isinstance(weight, Tensor):
             if bias is None or bias.dtype == (cast or dtype):
                 continue
         elif cast is None:
