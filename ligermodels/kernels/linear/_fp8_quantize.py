@@ -30,7 +30,8 @@ MULTIPLE = 16
 
 def scales_of(maxima: Tensor, largest: float, powers_of_two: bool) -> Tensor:
     """The scale for each maximum of |x|; powers_of_two: rounded up to one."""
-    scale = maxima.float().clamp_min(_TINY) / largest
+    maxima = maxima.float().clamp_min(_TINY)
+    scale = maxima / torch.full_like(maxima, largest)  # CUDA would multiply by the inverse of a number
     if not powers_of_two:
         return scale
     bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
@@ -53,7 +54,7 @@ def _magnitude(x):
 
 @triton.jit
 def _scale_of(maximum, LARGEST: tl.constexpr, POWERS: tl.constexpr):
-    scale = tl.maximum(maximum, 7.888609052210118e-31) / LARGEST  # 2 ** -100
+    scale = tl.div_rn(tl.maximum(maximum, 7.888609052210118e-31), LARGEST)  # 2 ** -100
     if POWERS:  # infinity stays itself
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     return scale
@@ -88,7 +89,7 @@ def _rows_kernel(
                 maxima = tl.maximum(maxima, _magnitude(_load_columns(x_ptr, factor_ptr, start + columns, K)))
         scale = _scale_of(tl.max(maxima, 0), LARGEST, POWERS)
         tl.store(scale_ptr + row, scale)
-    inverse = 1.0 / scale
+    inverse = tl.div_rn(1.0, scale)
     if ONCE:
         x = _load_columns(x_ptr, factor_ptr, columns, K)
         tl.store(q_ptr + columns, (x * inverse).to(q_ptr.dtype.element_ty), mask=columns < K)
@@ -126,7 +127,7 @@ def _transpose_kernel(
     x = tl.load(at, mask=(rows < T)[:, None] & inside[None, :], other=0.0)
     if scale_ptr is not None:
         if KNOWN:
-            x = x.to(tl.float32) * (1.0 / tl.load(scale_ptr))
+            x = x.to(tl.float32) * tl.div_rn(1.0, tl.load(scale_ptr))
         else:
             parts = tl.arange(0, PARTS)
             of_parts = part_ptr + parts[:, None] * K + columns[None, :]
@@ -134,7 +135,7 @@ def _transpose_kernel(
             scale = _scale_of(tl.max(maxima, 0), LARGEST, POWERS)
             if tl.program_id(0) == 0:
                 tl.store(scale_ptr + columns, scale, mask=inside)
-            x = x.to(tl.float32) * (1.0 / scale)[None, :]
+            x = x.to(tl.float32) * tl.div_rn(1.0, scale)[None, :]
     out = q_ptr + columns.to(tl.int64)[None, :] * width + rows[:, None]
     tl.store(out, x.to(q_ptr.dtype.element_ty), mask=(rows < width)[:, None] & inside[None, :])
 
