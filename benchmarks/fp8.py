@@ -11,13 +11,14 @@ else nothing of it is timed and the exit status is 1. It is a benchmark beside k
 as exact as the eager one of its dtype.
 quantising: each kernel over activations, dy and weights. "TB/s" counts the bytes that have to move.
 gradients: in place of these, the gradients of a trained model on the first tokens of Python's own reference
-(pydoc_data.topics): the cosine of each weight's with that in fp32, by kind of layer over all blocks.
+(pydoc_data.topics): the cosine of each weight's with that in fp32, smallest and mean over weights.
 torchao, where it is installed: its float8 training on an nn.Linear, under torch.compile.
 """
 
 import argparse
+import dataclasses
+import importlib
 import importlib.util
-import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -50,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, record: Record) -> None:
     if options.gradients:
-        record["gradients"] = cosines(options.gradients, options.device)
+        record["gradients"] = cosines(options.gradients, options.baselines, options.device)
         return
     if options.device == "cpu" and not options.dry:
         raise ValueError("needs a CUDA device, but for --gradients; --dry runs tiny layers on the CPU")
@@ -159,35 +160,44 @@ def quantising(what: str, x: Tensor) -> list[dict[str, Any]]:
     return rows
 
 
-def cosines(source: str, device: str) -> list[dict[str, Any]]:
-    """The smallest and the mean cosine over blocks of the gradients of each kind of weight, for each baseline."""
+def cosines(source: str, names: Sequence[str], device: str) -> list[dict[str, Any]]:
+    """Of each baseline: how far its loss is from that in fp32, and the smallest and the mean cosine of the gradients of
+    linear layers and of norms. torchao's products are emulated on the CPU."""
     from pydoc_data import topics
 
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-    ids = torch.tensor(ligermodels.Tokenizer.from_hub(source)(text[:8192])["input_ids"][:1024], device=device)
-    rows = ids.view(4, -1)
+    ids = torch.tensor(ligermodels.Tokenizer.from_hub(source)(text[:8192])["input_ids"][:512], device=device)
+    rows = ids.view(2, -1)
 
-    def gradients(dtype: torch.dtype, fp8: str | None = None) -> tuple[float, dict[str, Tensor]]:
-        model = ligermodels.load(source, dtype=dtype, device=device, fp8=fp8, progress=False).train()
+    def gradients(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[float, dict[str, Tensor]]:
+        recipe = name if name in RECIPES else None
+        model = ligermodels.load(source, dtype=dtype, device=device, fp8=recipe, progress=False).train()
+        if name.startswith("torchao "):
+            float8 = importlib.import_module("torchao.float8")
+            config = float8.Float8LinearConfig.from_recipe_name(name.removeprefix("torchao "))
+            config = dataclasses.replace(config, emulate=device == "cpu")
+            float8.convert_to_float8_training(model.decoder.layers, config=config)
         loss = model(rows, labels=rows).loss
         loss.backward()
         return loss.item(), {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
-    loss, exact = gradients(torch.float32)
-    found: list[dict[str, Any]] = []
-    for baseline in (None, *RECIPES):
-        low, grads = gradients(torch.bfloat16, baseline)
-        by_kind: dict[str, list[float]] = {}
-        for name, grad in grads.items():
-            cosine = torch.cosine_similarity(grad.flatten(), exact[name].flatten(), 0).item()
-            by_kind.setdefault(re.sub(r".*layers\.\d+\.", "", name), []).append(cosine)
-        for kind, values in by_kind.items():
-            found.append(
-                {"baseline": baseline or "bf16", "loss - fp32's": low - loss, "weight": kind, "smallest": min(values),
-                 "mean": statistics.fmean(values)}
-            )  # fmt: skip
-            harness.announce(found[-1])
-    return found
+    loss, exact = gradients("", torch.float32)
+    table: list[dict[str, Any]] = []
+    for name in names:
+        if name.startswith("torchao") and importlib.util.find_spec("torchao") is None:
+            continue
+        low, grads = gradients(name)
+        row: dict[str, Any] = {"baseline": name, "loss - fp32's": low - loss}
+        for kind, part in (("linear layers", "_proj."), ("norms", "layernorm.")):
+            values = [
+                torch.cosine_similarity(grad.flatten(), exact[weight].flatten(), 0).item()
+                for weight, grad in grads.items()
+                if part in weight
+            ]
+            row |= {f"{kind}: smallest": min(values), f"{kind}: mean": statistics.fmean(values)}
+        table.append(row)
+        harness.announce(row)
+    return table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
