@@ -480,7 +480,7 @@ def test_the_biases_of_routers_follow_the_loads(monkeypatch, ids):
     assert update_router_biases(model, rate=0.0) == 0
     biases = torch.stack([layer.mlp.gate.e_score_correction_bias for layer in model.decoder.layers])
     torch.testing.assert_close(biases, expected)
-    plain = balanced(monkeypatch, bias=False)
+    plain = balanced(monkeypatch, correction_bias=False)
     count_expert_loads(plain)
-    with pytest.raises(InputError, match="no router of this Mixtral has a bias; leave the rate at 0"):
+    with pytest.raises(InputError, match="no router of this Mixtral has a correction bias; leave"):
         update_router_biases(plain)
