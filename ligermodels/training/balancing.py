@@ -52,8 +52,8 @@ def update_router_biases(model: nn.Module, rate: float = 1e-3, *, group: Any = N
     biases = [mixture.plain_router.e_score_correction_bias for mixture in mixtures]
     if rate and all(bias is None for bias in biases):
         raise InputError(
-            f"update_router_biases: no router of this {type(model).__name__} has a correction bias; leave the rate at 0, "
-            "and balance by the loss (output_router_logits and router_aux_loss_coef of the config)"
+            f"update_router_biases: no router of this {type(model).__name__} has a correction bias; leave the rate at "
+            "0, and balance by the loss (output_router_logits and router_aux_loss_coef of the config)"
         )
     loads = torch.stack([load.to(counted[0].device) for load in counted])  # [layers, E]
     torch._foreach_zero_(counted)
