@@ -317,7 +317,6 @@ def test_adapters_are_saved_in_the_order_of_the_rows_on_disk(folder, tmp_path, m
 @pytest.mark.parametrize("arch, options, name", [
     (Turned, {"targets": ["down_proj"]}, "mlp.down_proj.weight"),
     (Turned, {"targets": ["q_proj"], "modules_to_save": ["k_proj"]}, "self_attn.k_proj.weight"),
-    (Stacked, {"targets": [], "target_parameters": ["experts.down_proj"]}, "mlp.experts.down_proj"),
 ])  # fmt: skip
 def test_adapters_of_other_layouts_are_refused_by_name(folder, tmp_path, monkeypatch, arch, options, name):
     base = load(folder / arch.__name__, arch)

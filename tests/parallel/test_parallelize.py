@@ -20,9 +20,10 @@ from tests.parallel.ranks import one_rank
 from tests.parallel.runs import ALIKE, ARCHS, FAMILIES, SUITES, make, run
 from tests.quantized import quantized, with_quantized_experts
 
-TOLERANCE = 2e-5
+TOLERANCE = 5e-5
 """Of errors relative to a gradient's largest number: it is a sum of some hundred products that are rounded in another
-order on each side, sqrt(300) * 2^-24 = 1e-6 on average, and of gates the small difference of larger numbers."""
+order on each side, sqrt(300) * 2^-24 = 1e-6 on average, and of gates the small difference of larger numbers. The
+largest that was seen is 2.3e-5, of gpt-oss' router bias, whose terms sum to zero over the experts of each token."""
 MIXED = 3.0
 """In bf16: how far our gradients may be off those of fp32, in units of how far those of one process in bf16 are, plus
 an ulp. The roundings are as many and as large, and others."""
