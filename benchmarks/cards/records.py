@@ -46,8 +46,8 @@ class Record:
 
     @property
     def gpus(self) -> int:
-        if told := re.search(r"--gpus (\d+)", self.environment.get("command") or ""):
-            return int(told[1])
+        if stated := re.search(r"--gpus (\d+)", self.environment.get("command") or ""):
+            return int(stated[1])
         named = re.search(r"-(\d+)x", self.name)
         return self.contents.get("gpus") or self.contents.get("ranks") or (int(named[1]) if named else 1)
 
@@ -206,8 +206,8 @@ def _of_training(
         case = f"in {longest:g} GiB" if longest else f"{settings['batch']} x {settings['seq']}"
     else:
         return None
-    if told := re.search(r"--accumulation (\d+)", record.environment.get("command") or ""):
-        case += f", {told[1]} micro-batches"
+    if stated := re.search(r"--accumulation (\d+)", record.environment.get("command") or ""):
+        case += f", {stated[1]} micro-batches"
     kind, _, policy = baseline.replace("inbackward", "in_backward").partition(":")
     options = set(kind.split("+"))
     recompute = row.get("recompute") or row.get("checkpointing") or policy or "none"
@@ -228,9 +228,9 @@ def _of_several_gpus(row: Mapping[str, Any], figures: dict[str, Any], common: di
     size, shape, rest = re.fullmatch(r"(.*?B) (\d+ x \d+)(?:, (.*))?", row["case"]).groups()  # type: ignore[union-attr]
     options = (rest or "").replace("tp 2", "tp").replace("cp 2", "cp").split(", ")
     known = distributed.CASES.get(row["case"].replace(" 2", "") if rest in ("tp 2", "cp 2") else row["case"], {})
-    told = known.get("recompute", "none")
+    policy = known.get("recompute", "none")
     recompute = next(
-        (name for name in options if name.startswith(RECOMPUTED)), told if isinstance(told, str) else "none"
+        (name for name in options if name.startswith(RECOMPUTED)), policy if isinstance(policy, str) else "none"
     )
     case = ", ".join([shape, *(name for name in options if name and name != recompute)])
     if "tokens_per_s" in row:

@@ -6,7 +6,7 @@
   dimensions that rotate, 1e30 for the others.
 - Blocks from `block_count` - `attention.shared_kv_layers` on read the keys of the last block before them or, with a
   window, of the one before that. `feed_forward_length` is a list where their MLPs are twice as wide.
-- That keys are values (attention_k_eq_v) is told by the tensors: full blocks have no attn_v.
+- Where keys are values (attention_k_eq_v), full blocks have no attn_v.
 
 Checked against: conversion/gemma.py and src/models/gemma4.cpp of llama.cpp.
 """
