@@ -18,9 +18,12 @@ RANK, ALPHA = 16, 32
 class Model:
     """A model's config.json, and settings of the benchmarks.
 
-    attention: the implementation of transformers that computes this model. Gemma 2's is eager: sdpa has no softcap.
+    attention: the implementation of transformers that computes this model. Gemma 2's is eager, as sdpa has no softcap,
+    and so is gpt-oss', as it has no sinks.
     shallow: changes of the config for the parity check, with a layer of each kind. tiny: changes for a dry run.
     drawn_in_nf4: no checkpoint is written; the weights are drawn in 4 bits, see train_step.
+    parity_length: maximum tokens of the parity check, longer than any window. In fp32, torch's attention with grouped
+    heads stores all scores, and eager attention stores them some six times.
     """
 
     config: dict[str, Any]
@@ -28,6 +31,7 @@ class Model:
     shallow: Mapping[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 2})
     tiny: Mapping[str, Any] = field(default_factory=dict)
     drawn_in_nf4: bool = False
+    parity_length: int = 8192
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,19 @@ _QWEN3_30B_A3B = dict(
     hidden_act="silu", rope_theta=1e6, max_position_embeddings=40960, tie_word_embeddings=False,
     output_router_logits=False, router_aux_loss_coef=0.001, bos_token_id=151643, eos_token_id=151645,
 )  # fmt: skip
+_GPT_OSS_20B = dict(
+    model_type="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=24,
+    num_attention_heads=64, num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+    rms_norm_eps=1e-5, hidden_act="silu", attention_bias=True, sliding_window=128, swiglu_limit=7.0, rope_theta=150000,
+    rope_scaling=dict(
+        rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+        original_max_position_embeddings=4096,
+    ),
+    max_position_embeddings=131072, layer_types=["sliding_attention", "full_attention"] * 12,
+    tie_word_embeddings=False, output_router_logits=False, router_aux_loss_coef=0.9, bos_token_id=199998,
+    eos_token_id=200002, pad_token_id=199999,
+)  # fmt: skip
+_TWO_WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 _TWO_MIXERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _TINY = dict(
     hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -163,6 +180,13 @@ MODELS: dict[str, Model] = {
     **{
         f"qwen3-30b-a3b-{n}-layers": Model({**_QWEN3_30B_A3B, "num_hidden_layers": n}, **_MIXTURE) for n in (2, 6)
     },
+    "gpt-oss-20b": Model(
+        _GPT_OSS_20B, "eager", shallow=_TWO_WINDOWS, parity_length=4096,
+        tiny={
+            **_TINY, **_TWO_WINDOWS, "head_dim": 16, "sliding_window": 24, "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+        },
+    ),
     "qwen3.5-4b": Model(_QWEN3_5_4B, **_QWEN3_5),
     "qwen3.5-9b": Model(_QWEN3_5_9B, **_QWEN3_5),
 }  # fmt: skip
@@ -222,6 +246,15 @@ CASES: dict[str, Case] = {
         for n in (2, 6)
         for kind, bases in (("", ("ligermodels", "hf", "hf+liger")), ("-lora", ("ligermodels", "hf")))
     },
+    "gpt-oss-20b-lora": Case(
+        "gpt-oss-20b", 4, 4096, "block",
+        (*(f"ligermodels+lora:{policy}" for policy in ("none", "mlp", "block")), "hf+lora", "hf+flex+lora",
+         "hf+liger+lora", "hf+flex+liger+lora"),
+        steps=5,
+    ),
+    "gpt-oss-20b-mxfp4": Case(
+        "gpt-oss-20b", 1, 8192, "block", ("ligermodels+mxfp4", "ligermodels+mxfp4:none"), steps=5,
+    ),
     "qwen3.5-4b": Case(
         "qwen3.5-4b", 4, 4096, "block",
         ("ligermodels+adamw", "ligermodels+adamw+in_backward:mlp", *(f"hf{r}+liger" for r in _DELTA_RULES)), steps=5,

@@ -10,13 +10,13 @@ A baseline is `ligermodels` with any of +adamw (our AdamW in place of torch's), 
 backward), +captured (the step is one CUDA graph), +in_place (micro-batches add to the gradients in the GEMM), +offload
 (what is saved for backward goes to the host), and +rowwise, +tensorwise or +rowwise_bf16_dw (products in FP8 by that
 recipe), or `hf`, which is transformers, with any of +liger, +compile, and +ao_rowwise, +ao_tensorwise or
-+ao_rowwise_with_gw_hp (torchao's FP8). Its gated delta rule is PyTorch's, or with +fla that of fla in Triton, with
-+tilelang in Triton and TileLang, with +flashqla FlashQLA's. Either takes +lora, adapters of rank 16 on all linear
-modules of a frozen model, or +nf4, the same on a model in 4 bits (QLoRA): ours by `load_adapter`, or with +peft by
-PEFT, theirs by PEFT and bitsandbytes, from one file that PEFT wrote. +lora+fp8 is ours over a base in FP8. Around
-theirs PEFT runs as in TRL: under autocast to bf16, adapters in fp32; on 4 bits bf16. Recomputation other than the
-case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`, `ligermodels:block*27`, which is that of the first 27
-blocks.
++ao_rowwise_with_gw_hp (torchao's FP8); with +flex its attention is flex_attention. Its gated delta rule is PyTorch's,
+or with +fla that of fla in Triton, with +tilelang in Triton and TileLang, with +flashqla FlashQLA's. Either takes
++lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the same on a model in 4 bits (QLoRA): ours
+by `load_adapter`, or with +peft by PEFT, theirs by PEFT and bitsandbytes, from one file that PEFT wrote. +mxfp4 is ours
+over experts in MXFP4, and the rest in bf16; +lora+fp8 over a base in FP8. Around theirs PEFT runs as in TRL: under
+autocast to bf16, adapters in fp32; on 4 bits bf16. Recomputation other than the case's stands after a colon:
+`ligermodels:mlp`, `hf+liger:none`, `ligermodels:block*27`, which is that of the first 27 blocks.
 
 Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
 checkpoint, which transformers wrote. Before it is timed it must agree with transformers in fp32 on a shallow model of
@@ -51,7 +51,7 @@ from benchmarks.harness import GIB, Record, Row
 from benchmarks.train_cases import ALPHA, CASES, MODELS, RANK, Case, batches_of, changed, theirs
 
 LEARNING_RATE, WARMUP = 1e-5, 3
-ADAPTERS = ("lora", "nf4")
+ADAPTERS = ("lora", "nf4", "mxfp4")
 FP8 = ("rowwise", "tensorwise", "rowwise_bf16_dw", "fp8")
 TORCHAO = ("ao_rowwise", "ao_tensorwise", "ao_rowwise_with_gw_hp")
 FP8_FACTOR = 32
@@ -60,9 +60,11 @@ where the inputs of a bf16 product are exact: 1.4 times that; and a quarter more
 DELTA_RULES = ("fla", "tilelang", "flashqla")
 OPTIONS = {
     "ligermodels": ("adamw", "in_backward", "captured", "in_place", "offload", "peft", *FP8, *ADAPTERS),
-    "hf": ("liger", "compile", *TORCHAO, *DELTA_RULES, *ADAPTERS),
+    "hf": ("liger", "compile", "flex", *TORCHAO, *DELTA_RULES, "lora", "nf4"),
 }
-NEEDS_GPU = {"liger", "compile", "captured", *TORCHAO, *DELTA_RULES}
+NEEDS_GPU = {"liger", "compile", "flex", "captured", *TORCHAO, *DELTA_RULES}
+EXPERTS = "gate_up_proj", "down_proj"
+"""Stacked weights of `mlp.experts` in transformers, to which PEFT adds adapters too."""
 ADAPTER_B = 0.1
 """Standard deviation of B. PEFT sets it to 0: parity would not see the adapters, nor A get a gradient."""
 
@@ -106,8 +108,9 @@ class Baseline:
 
     @property
     def adapters(self) -> str:
-        """What is trained: "nf4" or "lora", adapters on a model in 4 bits or in bf16, or "", all weights."""
-        return max(self.options & {*ADAPTERS}, default="")  # "nf4" is the later one
+        """What is trained: "lora", "nf4" or "mxfp4", adapters on a model in bf16, in 4 bits, or with experts in 4 bits;
+        or "", all weights."""
+        return max(self.options & {*ADAPTERS}, default="", key=ADAPTERS.index)  # 4 bits before "lora"
 
     @property
     def fp8_factor(self) -> int:
@@ -253,7 +256,8 @@ def build_ours(baseline: Baseline, settings: Settings, folder: Path) -> nn.Modul
         lora.add_lora(model, r=RANK, alpha=ALPHA)
         _draw_b(model)
     else:
-        options: dict[str, Any] = {"quantization_config": "nf4"} if baseline.adapters == "nf4" else {}
+        in_4_bits = baseline.adapters in ("nf4", "mxfp4")
+        options: dict[str, Any] = {"quantization_config": baseline.adapters} if in_4_bits else {}
         if recipe := baseline.options & {*FP8}:
             name = next(iter(recipe)).replace("_", "-")
             options = {"quantization_config": "fp8"} if name == "fp8" else {"fp8": name}
@@ -271,7 +275,9 @@ def build_ours(baseline: Baseline, settings: Settings, folder: Path) -> nn.Modul
 
 
 def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Module:
-    options: dict[str, Any] = {"attn_implementation": MODELS[settings.model].attention}
+    attention = "flex_attention" if "flex" in baseline.options else MODELS[settings.model].attention
+    device = "cpu" if settings.dry else 0  # read there, with no copy of the whole model in the host's memory
+    options: dict[str, Any] = {"attn_implementation": attention, "device_map": {"": device}}
     if baseline.adapters == "nf4":
         from transformers import BitsAndBytesConfig
 
@@ -279,11 +285,9 @@ def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Mod
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,  # as ours by default
             bnb_4bit_compute_dtype=torch.bfloat16,
         )  # fmt: skip
-        options["device_map"] = {"": "cpu" if settings.dry else 0}
     from transformers import AutoModelForCausalLM
 
-    found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
-    model = (found if baseline.adapters == "nf4" else found.to(settings.device)).train()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).train()
     model.config.use_cache = False
     if "liger" in baseline.options:
         patches = importlib.import_module("liger_kernel.transformers")
@@ -397,8 +401,6 @@ def step_of(
 
 # Parity
 
-PARITY_LENGTH = 8192
-"""Maximum tokens: in fp32, torch's attention with grouped heads stores all scores. No window here is longer."""
 PARITY_LOGITS, PARITY_DRAWS = 64, 4
 """Number of last positions whose logits are compared, and of sequences over which the bf16 error of transformers is
 averaged."""
@@ -422,7 +424,7 @@ def prepare(settings: Settings) -> None:
     wanted = [folder / "model", *([adapters_of(folder / "model")] if any(kinds) else [])]
     if not case.drawn_in_nf4 and not all(path.exists() for path in wanted):
         model = theirs(settings.model, device, torch.bfloat16, settings.config)
-        model.save_pretrained(folder / "model")
+        model.save_pretrained(folder / "model", max_shard_size="4GB")  # the host has a copy of one file
         if any(kinds):
             _with_adapters(model, adapters_of(folder / "model"))
         del model
@@ -436,8 +438,8 @@ def prepare(settings: Settings) -> None:
         found = copy.deepcopy(model)
         if kind:
             adapted = _with_adapters(found, adapters_of(folder / "parity"))
-            if kind == "nf4":
-                _round_to_nf4(adapted)
+            if kind in ROUNDINGS:
+                ROUNDINGS[kind](adapted)
             found = as_trl_runs(adapted, settings)
         draws = parity_inputs(settings)
         in_bf16 = [probe(found.train(), inputs) for inputs in draws]
@@ -453,7 +455,14 @@ def prepare(settings: Settings) -> None:
 
 
 def parity_inputs(settings: Settings) -> list[dict[str, Tensor]]:
-    return batches_of(settings.config, PARITY_DRAWS, 1, min(settings.seq, PARITY_LENGTH), settings.device, seed=1)
+    return batches_of(
+        settings.config,
+        PARITY_DRAWS,
+        1,
+        min(settings.seq, MODELS[settings.model].parity_length),
+        settings.device,
+        seed=1,
+    )
 
 
 def _with_adapters(model: nn.Module, folder: Path) -> Any:
@@ -463,7 +472,7 @@ def _with_adapters(model: nn.Module, folder: Path) -> Any:
     torch.manual_seed(0)
     experts = [
         n
-        for n in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+        for n in (f"mlp.experts.{weight}" for weight in EXPERTS)
         if f"model.layers.0.{n}" in dict(model.named_parameters())
     ]
     options = LoraConfig(
@@ -491,11 +500,28 @@ def _round_to_nf4(adapted: nn.Module) -> None:
 
 
 @torch.no_grad()
+def _round_to_mxfp4(adapted: nn.Module) -> None:
+    """Rounds the experts under the adapters, [E, in, out], to MXFP4, whose blocks lie along `in`."""
+    from ligermodels.kernels.linear.mxfp4 import quantize_mxfp4
+
+    for name, weight in adapted.named_parameters():
+        if name.endswith(EXPERTS) and ".experts." in name:
+            weight.copy_(quantize_mxfp4(weight.detach().mT.contiguous()).dequantize().mT)
+
+
+ROUNDINGS = {"nf4": _round_to_nf4, "mxfp4": _round_to_mxfp4}
+"""Of the frozen weights, by what is trained."""
+
+
+@torch.no_grad()
 def _sharpen(model: nn.Module) -> None:
-    """Draws the weights of q and k so that scores have a deviation of SHARP_SCORES, and all biases."""
+    """Draws the weights of q and k so that scores have a deviation of SHARP_SCORES, all biases, and sinks, as large as
+    the larger scores."""
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             parameter.normal_()
+        elif name.endswith(".sinks"):
+            parameter.normal_(2.5 * SHARP_SCORES, SHARP_SCORES)
         elif any(f".{part}_proj." in name for part in ("q", "k", "qkv")):
             rows = len(parameter)
             if ".qkv_proj." in name:

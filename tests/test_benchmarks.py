@@ -38,6 +38,7 @@ PARAMETERS = {
     "gemma-2-2b": 2_614_341_888, "qwen2-1.5b": 1_543_714_304, "phi-3-mini": 3_821_079_552,
     "qwen3.5-4b": 4_205_751_296, "qwen3.5-9b": 8_953_803_264,
     "qwen3-30b-a3b": 30_532_122_624, "qwen3-30b-a3b-2-layers": 1_868_573_184, "qwen3-30b-a3b-6-layers": 4_361_055_744,
+    "gpt-oss-20b": 20_914_757_184,
 }  # fmt: skip
 slow = pytest.mark.slow
 
