@@ -12,8 +12,10 @@ A case is BATCHxPROMPT+NEW. Weights are random, of the config's sizes. Baselines
 `captured-fp8` too with keys and values in fp8, `host` without a graph; `hf` is transformers' `generate`, `hf-static`
 the same with a static cache and torch.compile. Each row runs twice and the second run counts. "first token ms" is the
 prompt's time. "tokens/s" counts all tokens after the first, of all rows together; the host reads every token and looks
-for a stop id. "of limit": the share of the tokens/s at which weights and "state MiB a row", keys and values of the mean
-length and twice the recurrent states, could be moved at the bandwidth of a copy, which is measured first.
+for a stop id. "of limit": the share of the tokens/s at which "weights GB" and "state MiB a row", keys and values of the
+mean length and twice the recurrent states, could be moved at the bandwidth of a copy, which is measured first. "weights
+GB" are those that a step reads: of a table of embeddings only a tied head; of E experts, of which each of B rows
+chooses k, those that are expected to be chosen if all are equally likely, E (1 - (1 - k/E)^B).
 
 Parity comes first; a model that fails it gets no figures, and the exit status is 1. In fp32, a shallow model must write
 the same ids with and without a graph, for rows padded to different lengths. In bf16 two ids may be equally likely to
@@ -36,7 +38,6 @@ model must write the text of plain decoding, whether proposals are its own or so
 
 import argparse
 import contextlib
-import copy
 import itertools
 import re
 import statistics
@@ -56,12 +57,15 @@ from benchmarks.train_cases import MODELS, changed, ours, theirs
 from ligermodels.checkpoint import quantization
 from ligermodels.checkpoint.weights import export
 from ligermodels.generation import drafters, generate_iter, graphs
+from ligermodels.layers import Embedding, Experts
 from ligermodels.layers.linear import JointProjections
 from ligermodels.layers.state import RecurrentState
 from ligermodels.training import add_mtp
 
 CACHES = {"captured": "auto", "captured-fp8": "fp8", "host": "auto"}
 """Our baselines, and the format of their keys and values."""
+FORMATS = "bf16", "int8", "fp8", "int4", "nf4", "mxfp4"
+"""Of linear weights and experts; mxfp4 is one of experts alone."""
 BATCHES = 8, 64, 64, 64
 TIE = 8
 """Two ids tie if their logits differ by at most this many bf16 errors of a logit, which is the rms difference of a
@@ -73,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=harness.names(*MODELS), default="llama-3.2-1b,llama-3.1-8b")
     parser.add_argument("--cases", help="with commas between them", default="")
     parser.add_argument("--baselines", type=harness.names(*CACHES, "hf", "hf-static"), default="captured,host")
-    parser.add_argument("--weights", type=harness.names("bf16", "int8", "fp8", "int4", "nf4"), default="bf16")
+    parser.add_argument("--weights", type=harness.names(*FORMATS), default="bf16")
     parser.add_argument("--first-token", type=harness.numbers, default="", metavar="TOKENS", help="lengths of prompts")
     parser.add_argument("--mtp", type=harness.numbers, default="", metavar="TOKENS", help="numbers of proposed tokens")
     parser.add_argument("--accepted", type=float, default=0.75, help="of proposed tokens, with --mtp")
@@ -130,18 +134,30 @@ def on(device: str) -> Iterator[None]:
 
 
 def make(name: str, weights: str, options: argparse.Namespace, dtype: torch.dtype | None = None, **changes: Any) -> Any:
-    """Our model. weights: the format of its linear weights, quantised as `load(quantization_config=)` does."""
+    """Our model. weights: one of FORMATS, quantised as `load(quantization_config=)` does."""
     dtype = dtype or (torch.float32 if options.dry else torch.bfloat16)
     model = ours(name, options.device, dtype, tiny=options.dry, **changes)
     if weights != "bf16":
-        quantizer = quantization.quantizer_of(weights)
-        for place, linear in quantization.linears(model, quantizer).items():
-            bias = None if linear.bias is None else linear.bias.detach()
-            converted = quantizer.convert(linear, linear.weight.detach(), bias, torch.device(options.device))
-            model.set_submodule(place, converted)
-        quantizer.finish(model)
-        quantization.mark(model, quantizer)
+        quantise(model, weights)
     return model
+
+
+@torch.no_grad()
+def quantise(model: Any, weights: str) -> None:
+    """Quantises linear weights and experts in place. Raises ValueError for a model that has none in this format."""
+    quantizer, device = quantization.quantizer_of(weights), model.device
+    linears, experts = quantization.linears(model, quantizer), quantization.experts(model, quantizer)
+    if not linears and not experts:
+        raise ValueError(f"--weights {weights} quantises experts, of which {type(model).__name__} has none")
+    for place, linear in linears.items():
+        bias = None if linear.bias is None else linear.bias.detach()
+        model.set_submodule(place, quantizer.convert(linear, linear.weight.detach(), bias, device))
+    for stacked in experts.values():
+        matrices = getattr(stacked.experts, stacked.weight).detach().flatten(0, -2).split(stacked.matrix.out_features)
+        converted = [quantizer.convert(stacked.matrix, matrix, None, device) for matrix in matrices]
+        stacked.experts.set_quantized(stacked.weight, converted)
+    quantizer.finish(model)
+    quantization.mark(model, quantizer)
 
 
 def same_ids(name: str, weights: str, options: argparse.Namespace) -> bool:
@@ -169,9 +185,9 @@ def choices(model: Any, batches: Sequence[int], new: int = 32) -> Row:
     "largest distance": by how much the host's choice is likelier than what was written, in the unit of TIE.
     """
     device = model.device
-    exact = copy.deepcopy(model).to(torch.float64 if model.dtype == torch.float32 else torch.float32)
     counts, largest = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros((), device=device)
     generator = torch.Generator(device).manual_seed(0)
+    runs = []
     for rows in batches:
         ids = random_ids(model, rows, 64, generator=generator)
         lengths = torch.randint(1, 65, (rows, 1), device=device, generator=generator)
@@ -183,17 +199,34 @@ def choices(model: Any, batches: Sequence[int], new: int = 32) -> Row:
             return torch.full_like(logits, -torch.inf).scatter_(1, written[:, text.shape[1], None], 0.0)
 
         how |= dict(logits_processor=follow, disable_compile=True, output_logits=True, return_dict_in_generate=True)
-        host, precise = (one.generate(ids, **how).logits for one in (model, exact))
-        for id, logits, exact_logits in zip(written[:, 64:].split(1, 1), host, precise, strict=True):
-            best, choice = logits.max(-1, keepdim=True)
-            rounding = (logits - exact_logits).square().mean(-1, keepdim=True).sqrt()
-            same, distance = id == choice, (best - logits.gather(1, id)) / rounding
-            tie = distance <= TIE
-            counts += torch.cat([same, tie & ~same, ~(tie | same)], 1).sum(0)
-            largest = torch.maximum(largest, distance.max())
+        runs.append((ids, how, written, model.generate(ids, **how).logits))
     model.release()
+    with precise(model):
+        for ids, how, written, host in runs:
+            exact = model.generate(ids, **how).logits
+            for id, logits, exact_logits in zip(written[:, 64:].split(1, 1), host, exact, strict=True):
+                best, choice = logits.max(-1, keepdim=True)
+                rounding = (logits - exact_logits).square().mean(-1, keepdim=True).sqrt()
+                same, distance = id == choice, (best - logits.gather(1, id)) / rounding
+                tie = distance <= TIE
+                counts += torch.cat([same, tie & ~same, ~(tie | same)], 1).sum(0)
+                largest = torch.maximum(largest, distance.max())
+        model.release()
     found = dict(zip(("the host's", "ties", "wrong"), counts.tolist(), strict=True))
     return {**found, "largest distance": largest.item()}
+
+
+@contextlib.contextmanager
+def precise(model: Any) -> Iterator[None]:
+    """The model in fp32, or in fp64 if it is in fp32, and afterwards as it was. A GPU may not hold it twice."""
+    tensors = [*model.parameters(), *model.buffers()]
+    dtypes = [tensor.dtype for tensor in tensors]
+    model.to(torch.float64 if model.dtype == torch.float32 else torch.float32)
+    try:
+        yield
+    finally:
+        for tensor, dtype in zip((*model.parameters(), *model.buffers()), dtypes, strict=True):
+            tensor.data = tensor.data.to(dtype)
 
 
 # Tokens per second
@@ -212,16 +245,26 @@ def stream(model: Any, ids: Tensor, new: int, **options: Any) -> tuple[list[floa
     return times, text
 
 
+def weights_read(model: Any, batch: int) -> float:
+    """Bytes of the weights that a step of `batch` rows reads, as the docstring of this file counts them."""
+    nbytes = float(sum(x.nbytes for x in (*model.parameters(), *model.buffers())))
+    tables = [x.weight for x in model.modules() if isinstance(x, Embedding) and x.weight is not model.lm_head.weight]
+    nbytes -= sum(table.nbytes for table in tables)  # of which a row is read
+    for module in model.modules():
+        if isinstance(module, Experts):
+            chosen = getattr(model.config, "top_k_experts", None) or model.config.num_experts_per_tok
+            unused = (1 - chosen / module.num_experts) ** batch
+            nbytes -= unused * sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
+    return nbytes
+
+
 def speeds(
     model: Any, of: Row, cases: Sequence[tuple[int, ...]], copy: float, options: argparse.Namespace
 ) -> list[Row]:
     """copy: bytes/s of a copy."""
     rows: list[Row] = []
-    nbytes = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
-    if not model.config.tie_word_embeddings:
-        nbytes -= model.decoder.embed_tokens.weight.nbytes  # of which a row is read
     for batch, prompt, new in cases:
-        ids = random_ids(model, batch, prompt)
+        ids, nbytes = random_ids(model, batch, prompt), weights_read(model, batch)
         for baseline in [name for name in options.baselines if name in CACHES]:
             kind = CACHES[baseline]
             cache = model.new_cache(1, prompt + new // 2, kv_cache_dtype=kind)
@@ -236,7 +279,8 @@ def speeds(
             row = {
                 **of, "case": f"{batch}x{prompt}+{steps}", "baseline": baseline, "first call s": first[0] - times[0],
                 "first token ms": times[0] * 1e3, "tokens/s": speed, "limit": limit,
-                "of limit": speed / limit, "state MiB a row": states / 2**20, "recurrent MiB": recurrent / 2**20,
+                "of limit": speed / limit, "weights GB": nbytes / 1e9,
+                "state MiB a row": states / 2**20, "recurrent MiB": recurrent / 2**20,
             }  # fmt: skip
             rows.append(row)
             harness.announce(row)

@@ -273,6 +273,23 @@ def test_decoding_is_measured_and_other_ids_are_refused(monkeypatch, run):
     assert code == 1 and "less likely to the host" in record["red"][0] and "rows" not in record
 
 
+def test_a_step_reads_the_experts_that_are_chosen_and_no_table_but_a_tied_head():
+    """Counted over random choices."""
+    changes = {"num_local_experts": 6, "num_experts_per_tok": 2}
+    model = ours("gpt-oss-20b", "cpu", torch.float32, tiny=True, **changes)
+    other = sum(p.nbytes for name, p in model.named_parameters() if ".experts." not in name and "embed" not in name)
+    expert = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name) / 6
+    for batch in (1, 5):
+        chosen = [len(torch.rand(batch, 6).topk(2).indices.unique()) for _ in range(2000)]
+        expected = other + expert * sum(chosen) / len(chosen)
+        assert decode.weights_read(model, batch) == pytest.approx(expected, rel=0.01)
+    assert decode.weights_read(model, 1) == pytest.approx(other + 2 * expert, rel=1e-9)
+    decode.quantise(model, "mxfp4")
+    assert decode.weights_read(model, 1) < other + 0.6 * expert
+    tied = ours("qwen3.5-4b", "cpu", torch.float32, tiny=True)
+    assert decode.weights_read(tied, 1) == sum(x.nbytes for x in (*tied.parameters(), *tied.buffers()))
+
+
 def test_first_tokens_are_measured_beside_their_matmuls(monkeypatch, run):
     few = ["--models", "llama-3.2-1b", "--first-token", "16", "--baselines", "captured,host,hf"]
     code, record, _ = run(decode, *few)
