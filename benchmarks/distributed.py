@@ -38,6 +38,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "8B": MODELS["llama-3.1-8b"].config,
     "70B": MODELS["llama-3.1-70b"].config,
     "half 70B": changed(MODELS["llama-3.1-70b"].config, {"num_hidden_layers": 40}),
+    "30B-A3B": MODELS["qwen3-30b-a3b"].config,
+    "6 layers of 30B-A3B": MODELS["qwen3-30b-a3b-6-layers"].config,
 }
 EXACT = dict(weights="bf16 with masters")
 BF16 = dict(weights="bf16", steps=3)
@@ -65,6 +67,10 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"1B 1 x {n}, cp": dict(seq=n, steps=1 + (n < 2**18), **LONG) for n in (131072, 262144, 524288, 1048576)},
     "70B 1 x 4096, block": dict(batch=1, seq=4096, recompute="block", peer=True, **BF16),
     "half 70B 1 x 4096, block": dict(batch=1, seq=4096, recompute="block", peer=True, **BF16),
+    "30B-A3B 4 x 4096, block": dict(batch=4, seq=4096, recompute="block", **BF16),
+    "6 layers of 30B-A3B 4 x 4096": dict(batch=4, seq=4096, **BF16),
+    "6 layers of 30B-A3B 4 x 4096, whole": dict(batch=4, seq=4096, **BF16, **WHOLE),
+    "6 layers of 30B-A3B 4 x 4096, one GPU": dict(batch=4, seq=4096, alone=True, **BF16),
 }
 """Name, which begins with the model's -> how it runs.
 
@@ -208,13 +214,12 @@ def _ours(
     config: dict[str, Any], dtype: torch.dtype, device: str, mesh: str, recompute: Any, reshard: bool, alone: bool
 ) -> tuple[Any, int]:
     """(the model, the number of its batch)."""
+    arch = ligermodels.ARCHS[config["model_type"]]
     if alone:
-        model = ligermodels.Llama.from_config(
-            config, dtype=dtype, device=device, activation_checkpointing=recompute, seed=0
-        )
+        model = arch.from_config(config, dtype=dtype, device=device, activation_checkpointing=recompute, seed=0)
         return model, dist.get_rank()
     whole = make_mesh(device_type=device, **{} if mesh == "dp_shard" else {mesh: dist.get_world_size()})
-    model = ligermodels.Llama.from_config(
+    model = arch.from_config(
         config,
         dtype=dtype,
         mesh=whole,

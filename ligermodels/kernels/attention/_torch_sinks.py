@@ -84,10 +84,10 @@ class _OfTorch(torch.autograd.Function):
             total = total.masked_fill(hidden, float("inf"))
         out.mul_(torch.exp(rows - total)[..., None])
         rows.copy_(total)
-        tensors = [x for x in rest if isinstance(x, Tensor)]
+        tensors = [x for x in rest if isinstance(x, Tensor)]  # they come first
         ctx.save_for_backward(q, k, v, sinks, bias, out, lse, *tensors)
         ctx.options = causal, scale, engine
-        ctx.rest = [None if isinstance(x, Tensor) else (x,) for x in rest]
+        ctx.sizes = rest[len(tensors) :]
         return out
 
     @staticmethod
@@ -95,12 +95,11 @@ class _OfTorch(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, sinks, bias, out, lse, *tensors = ctx.saved_tensors
         causal, scale, engine = ctx.options
-        rest = [tensors.pop(0) if x is None else x[0] for x in ctx.rest]
         dsinks = None
         if ctx.needs_input_grad[3]:
             p = torch.exp(sinks.to(lse.dtype) - lse.flatten(2)[..., : q.shape[2]])
             dsinks = -(p * (do.to(lse.dtype) * out).sum(-1)).sum_to_size(sinks.shape).to(sinks.dtype)
-        dq, dk, dv = _BACKWARD[engine](do, q, k, v, bias, out, lse, rest, causal, scale)
+        dq, dk, dv = _BACKWARD[engine](do, q, k, v, bias, out, lse, (*tensors, *ctx.sizes), causal, scale)
         return dq, dk, dv, dsinks, None, None, None, None, None
 
 
@@ -139,7 +138,7 @@ def _cudnn_backward(do, q, k, v, bias, out, lse, rest, causal, scale):
 
 
 _FORWARD: dict[str, Callable[..., Any]] = {"cpu": _cpu, "efficient": _efficient, "cudnn": _cudnn}
-"""(out, lse, what the backward needs besides): lse [B, H, S], of cudnn [B, H, S, 1], of efficient with padded rows."""
+"""(out, lse, what the backward needs besides, tensors first): lse [B, H, S], of cudnn [B, H, S, 1], of efficient with padded rows."""
 _BACKWARD: dict[str, Callable[..., Any]] = {
     "cpu": _cpu_backward,
     "efficient": _efficient_backward,

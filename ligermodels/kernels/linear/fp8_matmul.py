@@ -14,7 +14,8 @@ What differs from other FP8 training:
   x would be beside these and not instead of them: what a norm, attention or the MLP has written is saved anyway.
 - Weights of one input that are not joint in memory become one matrix as they are quantised, and one matmul reads it.
 
-Products are rounded to bf16, as those of bf16 are, from sums in fp32. Each operand in e4m3 has an error of 2.6 %.
+Products are rounded to bf16, as those of bf16 are. A Hopper GPU adds their terms with some 14 bits, and what it has
+added in fp32. Each operand in e4m3 has an error of 2.6 %.
 Source of the products: torch._scaled_mm, which the CPU has too; of "rowwise" and "tensorwise": torchao's recipes.
 """
 

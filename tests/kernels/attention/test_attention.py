@@ -418,7 +418,10 @@ def test_wide_heads_of_long_texts_are_not_left_to_torch(device, monkeypatch):
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_head_chunks_change_nothing(device, monkeypatch, with_sinks):
     """Heads of a long text in chunks; `linear` saves the chunks instead of the output that they are joined to."""
-    packed, q, k, v = inputs(9, 9, heads=(8, 4), device=device)
+    # no engine of a GPU has sinks in fp64
+    dtype = torch.float32 if with_sinks and device == "cuda" else torch.float64
+    close = dict(rtol=1e-5, atol=1e-4) if dtype == torch.float32 else {}  # sums of chunks have another order
+    packed, q, k, v = inputs(9, 9, heads=(8, 4), device=device, dtype=dtype)
     weight = torch.randn(6, 64, dtype=q.dtype, device=device, requires_grad=True)
     monkeypatch.setattr(engines, "_CHUNK_ELEMENTS", q.numel() // 3)
     sinks = torch.randn(8, dtype=q.dtype, device=device, requires_grad=True) if with_sinks else None
@@ -430,7 +433,7 @@ def test_head_chunks_change_nothing(device, monkeypatch, with_sinks):
         y = linears(joined, [LinearOperand(weight)])
         results.append((out, y, *torch.autograd.grad(y.square().sum(), leaves)))
     for whole, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(chunked, whole)
+        torch.testing.assert_close(chunked, whole, **close)
 
 
 def test_one_compiled_decode_serves_growing_caches(device):

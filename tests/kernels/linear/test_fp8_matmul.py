@@ -120,7 +120,8 @@ def test_each_product_has_the_error_of_its_operands(device, name):
 
 
 def test_products_are_those_of_the_dequantised_numbers(device):
-    """In fp64, and so up to the rounding of the result to bf16; dx is exact in the weight that y has read."""
+    """In fp64, and so up to the rounding of the result to bf16, and of the sums; dx is exact in the weight that y has
+    read. A Hopper GPU aligns the terms of a sum to the largest and keeps some 14 bits: DeepSeek-V3 report, 3.3.2."""
     x, w, dy = make(40, 64, device), make(48, 64, device, 0.1), make(40, 48, device)
     x.requires_grad_()
     weight = torch.nn.Parameter(w)
@@ -134,11 +135,11 @@ def test_products_are_those_of_the_dequantised_numbers(device):
     of_w = numbers(w)
     scale = quantize_reference(w, "e4m3", False)[1].view(-1)
     of_dy = numbers(dy.float() * scale) / scale.double()
-    for found, exact in (
-        (y, numbers(x) @ of_w.t()), (x.grad, of_dy @ of_w), (weight.grad, numbers(dy.t()) @ numbers(x.t()).t()),
+    for found, a, b in (
+        (y, numbers(x), of_w.t()), (x.grad, of_dy, of_w), (weight.grad, numbers(dy.t()), numbers(x.t()).t()),
     ):  # fmt: skip
-        size = exact.abs() + 1e-3 * exact.abs().amax()  # sums of large terms that cancel are in fp32
-        assert ((found.double() - exact).abs() / size).amax() <= 2**-8
+        exact, terms = a @ b, a.abs() @ b.abs()
+        assert ((found.double() - exact).abs() / (2**-8 * exact.abs() + 2**-13 * terms)).amax() <= 1
 
 
 def test_separate_weights_have_the_bits_of_joint_ones(device):

@@ -79,7 +79,7 @@ def test_a_weight_becomes_the_nearest_value(device, dtype, monkeypatch):
     assert found.options == ("mxfp4", (7, 96), dtype, 32) and found.packed.shape == (7, 48)
     blocks = weight.double().view(7, 3, 32)
     largest = blocks.abs().amax(-1, keepdim=True)
-    exponent = torch.where(largest > 0, largest, 2.0**-125).log2().floor() - 2
+    exponent = torch.where(largest > 0, largest, 2.0**-125).frexp().exponent.double() - 3
     assert torch.equal(found.scale.double(), exponent.squeeze(-1) + 127)
     grid = torch.tensor(VALUES, dtype=torch.float64, device=device) * 2.0 ** exponent[..., None]
     errors = (grid - blocks[..., None]).abs()

@@ -146,7 +146,7 @@ def experts_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
     experts, dy = case.tensors["experts"], upstream[0].double()
     noise, rounding = torch.zeros_like(t["weights"]), torch.finfo(case.tensors["x"].dtype).eps ** 2 / 12
     activation = case.options.get("activation", "silu")
-    of_first, of_last = (t.get(f"{name}_proj_bias", torch.zeros(1)) for name in ("gate_up", "down"))
+    of_first, of_last = (t.get(f"{name}_proj_bias", dy.new_zeros(1)) for name in ("gate_up", "down"))
     biases = of_first.expand(len(t["down_proj"]), -1), of_last.expand(len(t["down_proj"]), -1)
     for expert, (gate_up, down, b1, b2) in enumerate(zip(t["gate_up_proj"], t["down_proj"], *biases, strict=True)):
         tokens, choice = (experts == expert).nonzero(as_tuple=True)
