@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels._triton import (
@@ -24,6 +25,15 @@ from ligermodels.kernels._triton import (
 )
 
 _aten = torch.ops.aten
+
+
+def in_one_layout(do: Tensor) -> Tensor:
+    """The gradient of cuDNN's output [B, S, H, D], contiguous.
+
+    torch 2.11 keeps the graph of cuDNN's backward by the layouts of q, k and v alone: once built, it would read the
+    gradient of a later call with these in the layout of the first.
+    """
+    return do.contiguous()
 
 
 def engine_with_lse(q: Tensor, *, plain: bool) -> str | None:
@@ -77,15 +87,13 @@ class _OfTorch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, bias, hidden, causal, scale, engine):
         out, lse, *rest = _FORWARD[engine](q, k, v, bias, causal, scale)
-        length = q.shape[2]
-        rows = lse.flatten(2)[..., :length]
+        rows = lse.flatten(2)[..., : q.shape[2]]
         total = torch.logaddexp(rows, sinks.to(lse.dtype))
         if hidden is not None:
             total = total.masked_fill(hidden, float("inf"))
         out.mul_(torch.exp(rows - total)[..., None])
-        rows.copy_(total)
         tensors = [x for x in rest if isinstance(x, Tensor)]  # they come first
-        ctx.save_for_backward(q, k, v, sinks, bias, out, lse, *tensors)
+        ctx.save_for_backward(q, k, v, sinks, bias, out, total, *tensors)
         ctx.options = causal, scale, engine
         ctx.sizes = rest[len(tensors) :]
         return out
@@ -93,13 +101,13 @@ class _OfTorch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        q, k, v, sinks, bias, out, lse, *tensors = ctx.saved_tensors
+        q, k, v, sinks, bias, out, total, *tensors = ctx.saved_tensors
         causal, scale, engine = ctx.options
         dsinks = None
         if ctx.needs_input_grad[3]:
-            p = torch.exp(sinks.to(lse.dtype) - lse.flatten(2)[..., : q.shape[2]])
-            dsinks = -(p * (do.to(lse.dtype) * out).sum(-1)).sum_to_size(sinks.shape).to(sinks.dtype)
-        dq, dk, dv = _BACKWARD[engine](do, q, k, v, bias, out, lse, (*tensors, *ctx.sizes), causal, scale)
+            p = torch.exp(sinks.to(total.dtype) - total)
+            dsinks = -(p * (do.to(total.dtype) * out).sum(-1)).sum_to_size(sinks.shape).to(sinks.dtype)
+        dq, dk, dv = _BACKWARD[engine](do, q, k, v, bias, out, total, (*tensors, *ctx.sizes), causal, scale)
         return dq, dk, dv, dsinks, None, None, None, None, None
 
 
@@ -120,6 +128,7 @@ def _efficient(q, k, v, bias, causal, scale):
 def _efficient_backward(do, q, k, v, bias, out, lse, rest, causal, scale):
     bias = bias if bias is None else bias.expand(*q.shape[:3], -1)
     wanted = [True, True, True, False]
+    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))
     backward = _aten._scaled_dot_product_efficient_attention_backward
     return backward(do, q, k, v, bias, out, lse, *rest, 0.0, wanted, causal, scale=scale)[:3]
 
@@ -134,11 +143,13 @@ def _cudnn(q, k, v, bias, causal, scale):
 def _cudnn_backward(do, q, k, v, bias, out, lse, rest, causal, scale):
     seed, offset, *sizes = rest
     backward = _aten._scaled_dot_product_cudnn_attention_backward
-    return backward(do, q, k, v, out, lse, seed, offset, bias, *sizes, 0.0, causal, scale=scale)
+    do = in_one_layout(do.transpose(1, 2)).transpose(1, 2)
+    return backward(do, q, k, v, out, lse[..., None], seed, offset, bias, *sizes, 0.0, causal, scale=scale)
 
 
 _FORWARD: dict[str, Callable[..., Any]] = {"cpu": _cpu, "efficient": _efficient, "cudnn": _cudnn}
-"""(out, lse, what the backward needs besides, tensors first): lse [B, H, S], of cudnn [B, H, S, 1], of efficient with padded rows."""
+"""(out, lse, what the backward needs besides, tensors first): lse [B, H, S], of cudnn [B, H, S, 1], of efficient with
+rows padded to multiples of 32."""
 _BACKWARD: dict[str, Callable[..., Any]] = {
     "cpu": _cpu_backward,
     "efficient": _efficient_backward,

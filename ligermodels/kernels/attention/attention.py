@@ -59,7 +59,7 @@ from ligermodels.kernels._triton import (
     use_triton,
 )
 from ligermodels.kernels.attention._flash_attention import flash_attention
-from ligermodels.kernels.attention._torch_sinks import attention_with_sinks, engine_with_lse
+from ligermodels.kernels.attention._torch_sinks import attention_with_sinks, engine_with_lse, in_one_layout
 from ligermodels.kernels.attention._unfused_attention import unfused_attention
 
 
@@ -327,9 +327,11 @@ def _sdpa(
         k, v, groups = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2), 1
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     grouped = {"enable_gqa": True} if groups > 1 else {}  # `groups > 1` would not be a bool for symbolic sizes
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped).transpose(
-        1, 2
-    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped)
+    out = out.transpose(1, 2)
+    if half and out.is_cuda and out.requires_grad and not torch.compiler.is_compiling():
+        out.register_hook(in_one_layout)
+    return out
 
 
 def _decode(

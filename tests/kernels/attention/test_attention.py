@@ -436,6 +436,23 @@ def test_head_chunks_change_nothing(device, monkeypatch, with_sinks):
         torch.testing.assert_close(chunked, whole, **close)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_gradients_come_in_any_layout(with_sinks):
+    """One call after the other, of the same sizes. What cuDNN keeps of the first must not read the second."""
+    q, k, v, sinks = leaves_with_sinks(300, 300, torch.bfloat16, device="cuda", heads=(8, 2), size=64)
+    leaves = [q, k, v] + [sinks] * with_sinks
+    wanted = None
+    do = torch.randn_like(q)
+    for dims in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)):
+        order = sorted(range(4), key=dims.__getitem__)
+        out = attention(q, k, v, sinks=sinks if with_sinks else None)
+        found = torch.autograd.grad(out, leaves, do.permute(dims).contiguous().permute(order))
+        wanted = found if wanted is None else wanted
+        for x, y in zip(found, wanted, strict=True):
+            assert (x - y).norm() <= 1e-2 * y.norm()
+
+
 def test_one_compiled_decode_serves_growing_caches(device):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
