@@ -21,7 +21,13 @@ from ligermodels.kernels.attention.decode_attention import decode_attention, rop
 from ligermodels.kernels.attention.decode_keys_as_values import rope_decode_keys_as_values
 from ligermodels.kernels.attention.rope import rope_to_cache
 from ligermodels.kernels.experts.experts import experts_of
-from ligermodels.kernels.linear._fp8_quantize import quantize_rows, quantize_transposed, tensor_scale, transposed
+from ligermodels.kernels.linear._fp8_quantize import (
+    quantize_both,
+    quantize_rows,
+    quantize_transposed,
+    tensor_scale,
+    transposed,
+)
 from ligermodels.kernels.linear._gemv import gemv
 from ligermodels.kernels.linear.int2_matmul import int2_matmul
 from ligermodels.kernels.linear.linear import linears
@@ -280,6 +286,9 @@ def quantised_to_fp8() -> None:
     scale = tensor_scale([x], "e4m3", False)
     quantize_rows(x, scale=scale)
     quantize_transposed(x, scale=scale)
+    quantize_both(frozen(16384, 28672), factor=frozen(28672, dtype=FP32))
+    quantize_rows(frozen(16384, 28672))
+    quantize_both(x, "e5m2", scale=scale)
     transposed(frozen(6144, 4096, dtype=torch.float8_e4m3fn))
 
 

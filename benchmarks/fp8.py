@@ -31,7 +31,13 @@ import ligermodels
 from benchmarks import harness
 from benchmarks.harness import Record
 from benchmarks.kernels import milliseconds
-from ligermodels.kernels.linear._fp8_quantize import quantize_rows, quantize_transposed, tensor_scale, transposed
+from ligermodels.kernels.linear._fp8_quantize import (
+    quantize_both,
+    quantize_rows,
+    quantize_transposed,
+    tensor_scale,
+    transposed,
+)
 from ligermodels.layers.fp8 import RECIPES, FP8Linear
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
@@ -149,6 +155,8 @@ def quantising(what: str, x: Tensor) -> list[dict[str, Any]]:
         ("scale of the tensor", 2, lambda: tensor_scale([x], "e4m3", False)),
         ("by one scale", 3, lambda: quantize_rows(x, scale=scale)),
         ("transposed, by one scale", 3, lambda: quantize_transposed(x, scale=scale)),
+        ("both", 4, lambda: quantize_both(x)),
+        ("both, by one scale", 4, lambda: quantize_both(x, scale=scale)),
         ("FP8 transposed", 2, lambda: transposed(q)),
     )
     rows = []

@@ -6,12 +6,14 @@ Tensor cores of Hopper multiply rows of FP8 with rows of FP8: what a product sum
 its operands, and a scale belongs to a whole row. So the gradient of a weight, which sums over tokens, needs x and dy
 transposed, with a scale for each column.
 
-Bytes per element of x in 16 bits: by rows 3 (up to 8,192 columns; more are read twice, the second time from the cache),
-transposed 5, since the maximum of a column is known at its end; with a scale that is known, 3. Transposing what is in
-FP8 already moves 2. Nothing synchronises, and nothing depends on the order of programs.
+Bytes per element of x in 16 bits: by rows 3 (of more than 32,768 columns 5), transposed 5, since the maximum of a
+column is known at its end; both at once 6; with a scale that is known, 3 and 4. Transposing what is in FP8 already
+moves 2. Nothing synchronises, and nothing depends on the order of programs.
 
 A row of zeros is a row of zeros. Where a scale is the maximum of a NaN or an infinity, all that it scales becomes NaN.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,17 +116,52 @@ def _maxima_kernel(part_ptr, x_ptr, T, K, x_stride, ROWS, BT: tl.constexpr, BK: 
 
 
 @triton.jit
+def _both_maxima_kernel(
+    scale_ptr, part_ptr, x_ptr, factor_ptr, T, K, x_stride,
+    LARGEST: tl.constexpr, POWERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The scales of BT rows, whose columns are multiplied by the factors; and the maxima of the columns without these,
+    a row of the parts [P, K]."""
+    rows = tl.program_id(0) * BT + tl.arange(0, BT)
+    of_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride
+    part_ptr += tl.program_id(0).to(tl.int64) * K
+    maxima = tl.zeros([BT, BK], tl.float32)
+    for start in range(0, K, BK):
+        columns = start + tl.arange(0, BK)
+        mask = (rows < T)[:, None] & (columns < K)[None, :]
+        x = _magnitude(tl.load(of_rows + columns[None, :], mask=mask, other=0.0).to(tl.float32))
+        tl.store(part_ptr + columns, tl.max(x, 0), mask=columns < K)
+        if factor_ptr is not None:
+            x *= tl.load(factor_ptr + columns, mask=columns < K, other=0.0)[None, :]
+        maxima = tl.maximum(maxima, x)
+    tl.store(scale_ptr + rows, _scale_of(tl.max(maxima, 1), LARGEST, POWERS), mask=rows < T)
+
+
+@triton.jit
 def _transpose_kernel(
-    q_ptr, scale_ptr, x_ptr, part_ptr, T, K, width, x_stride, P,
+    q_ptr, scale_ptr, x_ptr, part_ptr, rows_ptr, of_rows_ptr, factor_ptr, T, K, width, x_stride, P,
     LARGEST: tl.constexpr, POWERS: tl.constexpr, KNOWN: tl.constexpr, PARTS: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A tile of q [K, width], width >= T, from x [T, K]; zeros past T. PARTS: at least P, the rows of the parts.
-    KNOWN: one scale is read. scale_ptr None: x is in FP8, and is only transposed."""
+    KNOWN: one scale is read. scale_ptr None: x is in FP8, and is only transposed.
+
+    rows_ptr: x quantised by rows is written too, by the scales of the rows or the one that is known.
+    """
     rows, columns = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1) * BK + tl.arange(0, BK)
     inside = columns < K
     at = x_ptr + rows.to(tl.int64)[:, None] * x_stride + columns[None, :]
     x = tl.load(at, mask=(rows < T)[:, None] & inside[None, :], other=0.0)
+    if rows_ptr is not None:
+        y = x.to(tl.float32)
+        if factor_ptr is not None:
+            y *= tl.load(factor_ptr + columns, mask=inside, other=0.0)[None, :]
+        if KNOWN:
+            y *= tl.div_rn(1.0, tl.load(scale_ptr))
+        else:
+            y *= tl.div_rn(1.0, tl.load(of_rows_ptr + rows, mask=rows < T, other=1.0))[:, None]
+        out = rows_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
+        tl.store(out, y.to(q_ptr.dtype.element_ty), mask=(rows < T)[:, None] & inside[None, :])
     if scale_ptr is not None:
         if KNOWN:
             x = x.to(tl.float32) * tl.div_rn(1.0, tl.load(scale_ptr))
@@ -171,11 +208,11 @@ def quantize_rows(
     if scale is None:
         scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device) if out is None else out[1]
     if rows:
-        once = width <= 8192
+        once = width <= 32768
         block = next_power_of_2(width) if once else 4096
         launch(
             _rows_kernel, (rows,), q, scale, x, factor, width, stride, largest, powers_of_two, known, once, block,
-            num_warps=min(8, max(1, block // 512)),
+            num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return q, scale
 
@@ -204,10 +241,38 @@ def quantize_transposed(
     if width:
         count = 0 if parts is None else parts.shape[0]
         launch(
-            _transpose_kernel, (cdiv(padded, 64), cdiv(width, 64)), q, scale, x, parts, rows, width, padded, stride,
-            count, largest, powers_of_two, known, next_power_of_2(max(count, 1)), 64, 64, num_warps=4,
+            _transpose_kernel, (cdiv(padded, 64), cdiv(width, 64)), q, scale, x, parts, None, None, None, rows, width,
+            padded, stride, count, largest, powers_of_two, known, next_power_of_2(max(count, 1)), 64, 64, num_warps=4,
         )  # fmt: skip
     return q, scale
+
+
+def quantize_both(
+    x: Tensor, dtype: str = "e4m3", *, powers_of_two: bool = False, factor: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
+    """(`quantize_rows` of x [T, K] and the factor, `quantize_transposed` of x), to the bit."""
+    options: Any = dict(powers_of_two=powers_of_two, scale=scale)
+    if not _takes_triton(x) or not x.numel():
+        return quantize_rows(x, dtype, factor=factor, **options), quantize_transposed(x, dtype, **options)
+    low, largest = DTYPES[dtype]
+    x, height, stride = as_rows(x)
+    width, padded, known = x.shape[1], cdiv(height, MULTIPLE) * MULTIPLE, scale is not None
+    rows, q = (torch.empty(shape, dtype=low, device=x.device) for shape in ((height, width), (width, padded)))
+    parts, of_rows, of_columns = None, scale, scale
+    if not known:
+        of_rows, of_columns = (torch.empty(n, 1, dtype=torch.float32, device=x.device) for n in (height, width))
+        of_programs = x.new_empty(cdiv(height, 32), width, dtype=torch.float32)
+        launch(
+            _both_maxima_kernel, (len(of_programs),), of_rows, of_programs, x, factor, height, width, stride, largest,
+            powers_of_two, 32, 128, num_warps=4,
+        )  # fmt: skip
+        parts = of_programs.amax(0)
+    launch(
+        _transpose_kernel, (cdiv(padded, 64), cdiv(width, 64)), q, of_columns, x, parts, rows, of_rows, factor, height,
+        width, padded, stride, 1, largest, powers_of_two, known, 1, 64, 64, num_warps=4,
+    )  # fmt: skip
+    return (rows, of_rows), (q, of_columns)  # type: ignore[return-value]
 
 
 def _maxima(x: Tensor, rows: int, stride: int) -> Tensor:
@@ -215,8 +280,8 @@ def _maxima(x: Tensor, rows: int, stride: int) -> Tensor:
     width = x.shape[-1]
     step = max(128, cdiv(cdiv(rows, 64), 32) * 32)
     parts = torch.empty(cdiv(rows, step), width, dtype=torch.float32, device=x.device)
-    grid = (parts.shape[0], cdiv(width, 64))
-    launch(_maxima_kernel, grid, parts, x, rows, width, stride, step, 32, 64, num_warps=4)
+    grid = (parts.shape[0], cdiv(width, 128))
+    launch(_maxima_kernel, grid, parts, x, rows, width, stride, step, 32, 128, num_warps=4)
     return parts
 
 
@@ -242,7 +307,7 @@ def transposed(q: Tensor) -> Tensor:
     rows, width = q.shape
     bits, out = q.view(torch.uint8), torch.empty(width, rows, dtype=q.dtype, device=q.device)
     launch(
-        _transpose_kernel, (cdiv(rows, 64), cdiv(width, 64)), out.view(torch.uint8), None, bits, None, rows, width,
-        rows, width, 0, 1.0, False, False, 1, 64, 64, num_warps=4,
+        _transpose_kernel, (cdiv(rows, 64), cdiv(width, 64)), out.view(torch.uint8), None, bits, None, None, None, None,
+        rows, width, rows, width, 0, 1.0, False, False, 1, 64, 64, num_warps=4,
     )  # fmt: skip
     return out

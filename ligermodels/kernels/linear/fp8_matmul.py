@@ -29,6 +29,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._triton import cuda_capability, once_differentiable
 from ligermodels.kernels.linear._fp8_quantize import (
     MULTIPLE,
+    quantize_both,
     quantize_rows,
     quantize_transposed,
     tensor_scale,
@@ -92,36 +93,51 @@ def forward(
     return multiply(rows, weight, bias, out, fast=recipe.fast_accumulation != "none")
 
 
-def input_gradient(
-    dy: Tensor, weight: tuple[Tensor, Tensor], out: Tensor | None, recipe: FP8Recipe, q_t: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    """dx [T, K] from dy [T, N]; q_t: the transpose of the weight's numbers, where the caller has it."""
-    q, scale = weight
+def quantize_gradient(
+    dy: Tensor, weight_scale: Tensor | None, recipe: FP8Recipe, *, columns: bool
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """{"rows": (q, scale) of dy [T, N] for dx, "columns": those for dW}, of which there is what is needed.
+
+    weight_scale: of the weight's numbers, or None where no dx is computed in FP8. columns: whether dW is.
+    """
     options: Any = dict(powers_of_two=recipe.powers_of_two)
+    factor = None
     if recipe.scaling == "tensorwise":
-        rows = quantize_rows(dy, recipe.grad_dtype, scale=tensor_scale([dy], recipe.grad_dtype, **options), **options)
-    else:
-        rows = quantize_rows(dy, recipe.grad_dtype, factor=scale.view(-1), **options)
+        options["scale"] = tensor_scale([dy], recipe.grad_dtype, **options)
+    elif weight_scale is not None:
+        factor = weight_scale.view(-1)
+    if weight_scale is None:
+        return {"columns": quantize_transposed(dy, recipe.grad_dtype, **options)}
+    if not columns:
+        return {"rows": quantize_rows(dy, recipe.grad_dtype, factor=factor, **options)}
+    of_rows, of_columns = quantize_both(dy, recipe.grad_dtype, factor=factor, **options)
+    return {"rows": of_rows, "columns": of_columns}
+
+
+def input_gradient(
+    dy: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor | None, recipe: FP8Recipe,
+    q_t: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """dx [T, K] from dy by rows; q_t: the transpose of the weight's numbers, where the caller has it."""
+    q, scale = weight
+    if recipe.scaling == "rowwise":  # dy has those of the rows of W
         scale = torch.ones(q.shape[1], 1, device=q.device)
     q_t = transposed(q) if q_t is None else q_t
-    return multiply(rows, (q_t, scale), None, out, fast=recipe.fast_accumulation == "all")
+    return multiply(dy, (q_t, scale), None, out, fast=recipe.fast_accumulation == "all")
 
 
 def weight_gradients(
-    dy: Tensor, x: Tensor, sizes: Sequence[int], needs: Sequence[bool], recipe: FP8Recipe
+    dy: tuple[Tensor, Tensor], x: Tensor, sizes: Sequence[int], needs: Sequence[bool], recipe: FP8Recipe
 ) -> list[Tensor | None]:  # fmt: skip
-    """dW_i [N_i, K] in bf16 where needed, from dy [T, sum N_i] and x [T, K]; views of one buffer if all are needed."""
+    """dW_i [N_i, K] in bf16 where needed, from dy by columns and x [T, K]; views of one buffer if all are needed."""
     options: Any = dict(powers_of_two=recipe.powers_of_two)
-    of_dy = of_x = None
-    if recipe.scaling == "tensorwise":
-        of_dy, of_x = tensor_scale([dy], recipe.grad_dtype, **options), tensor_scale([x], "e4m3", **options)
-    (dy, dy_scale) = quantize_transposed(dy, recipe.grad_dtype, scale=of_dy, **options)
-    columns = quantize_transposed(x, scale=of_x, **options)
+    of_x = tensor_scale([x], "e4m3", **options) if recipe.scaling == "tensorwise" else None
+    columns, (numbers, dy_scale) = quantize_transposed(x, scale=of_x, **options), dy
     fast = recipe.fast_accumulation == "all"
     if all(needs):
-        return list(multiply((dy, dy_scale), columns, fast=fast).split_with_sizes(list(sizes)))
+        return list(multiply(dy, columns, fast=fast).split_with_sizes(list(sizes)))
     scales = [dy_scale] * len(sizes) if dy_scale.dim() == 0 else dy_scale.split_with_sizes(list(sizes))
-    each = zip(needs, dy.split_with_sizes(list(sizes)), scales, strict=True)
+    each = zip(needs, numbers.split_with_sizes(list(sizes)), scales, strict=True)
     return [multiply((rows, scale), columns, fast=fast) if need else None for need, rows, scale in each]
 
 
@@ -149,19 +165,23 @@ class _FP8Linear(torch.autograd.Function):
     def backward(ctx, dy):
         (x, weight, q, scale), (recipe, bias_dtype) = ctx.saved_tensors, ctx.options
         rows, dx, dw, db = dy.reshape(-1, dy.shape[-1]), None, None, None
-        if ctx.needs_input_grad[0]:
-            if recipe.dx == "bf16":
-                dx = rows @ weight.to(rows.dtype)
-            else:
-                numbers = (q, scale) if weight is None else quantized_weights([weight], recipe)
-                dx = input_gradient(rows, numbers, None, recipe)
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        numbers: Any = None
+        in_fp8 = need_x and recipe.dx == "fp8", need_weight and recipe.dw == "fp8"
+        if in_fp8[0]:
+            numbers = (q, scale) if weight is None else quantized_weights([weight], recipe)
+        if True in in_fp8:
+            of_dy = quantize_gradient(rows, None if numbers is None else numbers[1], recipe, columns=in_fp8[1])
+        if need_x:
+            plain = numbers is None
+            dx = rows @ weight.to(rows.dtype) if plain else input_gradient(of_dy["rows"], numbers, None, recipe)
             dx = dx.view_as(x)
-        if ctx.needs_input_grad[1]:
+        if need_weight:
             of_x = x.reshape(-1, x.shape[-1])
-            if recipe.dw == "bf16":
-                dw = rows.t() @ of_x
+            if in_fp8[1]:
+                (dw,) = weight_gradients(of_dy["columns"], of_x, [rows.shape[1]], [True], recipe)
             else:
-                (dw,) = weight_gradients(rows, of_x, [rows.shape[1]], [True], recipe)
+                dw = rows.t() @ of_x
             dw = dw.to(weight.dtype)  # type: ignore[union-attr]
         if ctx.needs_input_grad[4]:
             db = rows.sum(0).to(bias_dtype)

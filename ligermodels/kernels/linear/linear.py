@@ -188,6 +188,7 @@ class JointLinears:
     _bias_sum: Tensor | None = None
     _numbers: tuple[Tensor, Tensor] | None = None
     _transposed: Tensor | None = None
+    _gradient: tuple[Tensor, dict[str, Any]] | None = None
 
     def __init__(
         self, leaves: Sequence[Any], rest: Rest, dtype: torch.dtype, needs: Sequence[bool] = (),
@@ -218,6 +219,17 @@ class JointLinears:
             else:
                 self._numbers = self._cache.get(self.weights, self.recipe)
         return self._numbers
+
+    def _quantized_gradient(self, dy: Tensor, part: str) -> tuple[Tensor, Tensor]:
+        """dy in FP8, its "rows" or "columns": whoever needs one of them first quantises for both, once."""
+        if self._gradient is None or self._gradient[0] is not dy:
+            scale = self._quantized()[1] if self._in_fp8("dx") else None
+            columns = self._in_fp8("dw") and True in self.needs[: len(self.weights)]
+            self._gradient = dy, fp8_matmul.quantize_gradient(dy, scale, self.recipe, columns=columns)
+        numbers = self._gradient[1].pop(part)
+        if not self._gradient[1]:
+            self._gradient = None
+        return numbers
 
     def _plain(self, dtype: torch.dtype) -> Sequence[Any]:
         """The weights as tensors, for products that are not in FP8; in this dtype where others are."""
@@ -267,7 +279,8 @@ class JointLinears:
             numbers = self._quantized()
             if self.several and self._transposed is None:  # for all chunks
                 self._transposed = fp8_matmul.transposed(numbers[0])
-            dx = fp8_matmul.input_gradient(dy, numbers, out, self.recipe, self._transposed)
+            rows = self._quantized_gradient(dy, "rows")
+            dx = fp8_matmul.input_gradient(rows, numbers, out, self.recipe, self._transposed)
         else:
             dx = _input_gradient(dy, self._plain(dy.dtype), out)
         return dx if self.branch is None else self.branch.add_input_gradient(dx, dh)  # type: ignore[arg-type]
@@ -292,7 +305,8 @@ class JointLinears:
             self.branch.add_gradients(dy, x, h, dh)
 
     def _add_fp8_gradients(self, dy: Tensor, x: Tensor, needs: Sequence[bool]) -> None:
-        parts = fp8_matmul.weight_gradients(dy, x, rows_of(self.weights), needs, self.recipe)
+        columns = self._quantized_gradient(dy, "columns")
+        parts = fp8_matmul.weight_gradients(columns, x, rows_of(self.weights), needs, self.recipe)
         each = zip(self.weights, parts, strict=True)
         if not self.several:
             self._sums = [None if part is None else accumulate_grad(weight, part) for weight, part in each]

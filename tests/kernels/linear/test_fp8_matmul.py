@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from ligermodels import InputError
 from ligermodels.kernels.linear._fp8_quantize import (
     DTYPES,
+    quantize_both,
     quantize_reference,
     quantize_rows,
     quantize_transposed,
@@ -67,9 +68,15 @@ def test_the_kernels_give_the_bits_of_the_reference(device, poison, dtype, power
     assert same(quantize_transposed(x, dtype, scale=one)[0][:, :37], by_one.t())
     assert same(transposed(by_one), by_one.t())
 
+    for given in (dict(factor=factor), {}, dict(scale=one)):
+        both = quantize_both(x, dtype, **given, **options)
+        by_rows = quantize_rows(x, dtype, **given, **options)
+        by_columns = quantize_transposed(x, dtype, scale=given.get("scale"), **options)
+        assert all(map(same, (*both[0], *both[1]), (*by_rows, *by_columns)))
+
 
 def test_long_rows_many_rows_and_strided_ones(device, poison):
-    wide = make(2, 8208, device)
+    wide = make(2, 32784, device)
     assert all(map(same, quantize_rows(wide), quantize_reference(wide, "e4m3", False)))
     tall = make(300, 16, device)  # three parts of rows
     q, scale = quantize_transposed(tall)
@@ -78,6 +85,11 @@ def test_long_rows_many_rows_and_strided_ones(device, poison):
     part = make(20, 96, device)[:, 32:80]
     assert all(map(same, quantize_rows(part), quantize_reference(part, "e4m3", False)))
     assert same(quantize_transposed(part)[0][:, :20], quantize_reference(part.t(), "e4m3", False)[0])
+    for x in (wide[:, :400], tall, part):  # several tiles of columns, several programs of rows
+        (q, scale), (turned, of_columns) = quantize_both(x)
+        assert all(map(same, (q, scale), quantize_reference(x, "e4m3", False)))
+        expected = quantize_reference(x.t(), "e4m3", False)
+        assert same(turned[:, : len(x)], expected[0]) and torch.equal(of_columns, expected[1])
 
 
 def _gradients(recipe, device, joint=True, biases=True, rows=48):
