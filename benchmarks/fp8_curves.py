@@ -17,11 +17,14 @@ spread: the standard deviation of bf16 over seeds. "leaves the spread": the mean
 import argparse
 import hashlib
 import math
+import multiprocessing
 import statistics
 import sys
 import sysconfig
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--vocab", type=int, default=8192)
     option("--lr", type=float, default=1e-3)
     option("--every", type=int, default=10, help="steps of a point of a curve")
+    option("--processes", type=int, default=1, help="seeds that run at a time")
     option("--max-bytes", type=int, help="of the text")
     option("--picture", metavar="FILE.png")
 
@@ -65,13 +69,11 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     trained, held_out = tokens[:-held], tokens[-held:]
     record["model"] = vars(options) | {"tokens of a run": options.steps * options.rows * options.length}
     record["curves"], record["ends"] = [], []
-    for seed in options.seeds:
-        for name in options.recipes:
-            curve, end = train(name, seed, trained, held_out, options)
-            record["curves"].append({"recipe": name, "seed": seed, "losses": curve})
-            record["ends"].append({"recipe": name, "seed": seed, **end})
-            harness.announce(record["ends"][-1])
-            harness.free(options.device)
+    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+        work = partial(train_all, trained=trained, held_out=held_out, options=options)
+        for curves, ends in pool.map(work, options.seeds):
+            record["curves"] += curves
+            record["ends"] += ends
     record["differences"] = differences(record["ends"])
     if options.picture:
         draw(record, options)
@@ -102,6 +104,20 @@ def text_tokens(vocab: int, limit: int | None) -> tuple[Tensor, dict[str, Any]]:
         "tokens": len(ids),
     }
     return torch.tensor(ids), what
+
+
+def train_all(
+    seed: int, trained: Tensor, held_out: Tensor, options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The curves and the ends of a seed's runs."""
+    curves, ends = [], []
+    for name in options.recipes:
+        curve, end = train(name, seed, trained, held_out, options)
+        curves.append({"recipe": name, "seed": seed, "losses": curve})
+        ends.append({"recipe": name, "seed": seed, **end})
+        harness.announce(ends[-1])
+        harness.free(options.device)
+    return curves, ends
 
 
 def train(
