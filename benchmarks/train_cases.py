@@ -21,7 +21,7 @@ class Model:
     attention: the implementation of transformers that computes this model. Gemma 2's is eager, as sdpa has no softcap,
     and so is gpt-oss', as it has no sinks.
     shallow: changes of the config for the parity check, with a layer of each kind. tiny: changes for a dry run.
-    drawn_in_nf4: no checkpoint is written; the weights are drawn in 4 bits, see train_step.
+    drawn: no checkpoint of the whole model is written, which is too large; see train_step.Drawn.
     parity_length: maximum tokens of the parity check, longer than any window. In fp32, torch's attention with grouped
     heads stores all scores, and eager attention stores them some six times.
     """
@@ -30,7 +30,7 @@ class Model:
     attention: str = "sdpa"
     shallow: Mapping[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 2})
     tiny: Mapping[str, Any] = field(default_factory=dict)
-    drawn_in_nf4: bool = False
+    drawn: bool = False
     parity_length: int = 8192
 
 
@@ -65,21 +65,27 @@ def ours(name: str, device: str, dtype: torch.dtype, *, tiny: bool = False, **ch
     return made
 
 
-def theirs(name: str, device: str, dtype: torch.dtype, config: Mapping[str, Any]) -> Any:
-    """transformers' model of a config.json, with weights as it initialises them."""
+def theirs(name: str, device: str, dtype: torch.dtype, config: Mapping[str, Any], attention: str | None = None) -> Any:
+    """transformers' model of a config.json, with weights as it initialises them. attention: by default the model's."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     torch.manual_seed(0)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=MODELS[name].attention)
+        attention = attention or MODELS[name].attention
+        return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=attention)
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of config with `changes`, dict by dict."""
     nested = {name: changed(config[name], value) for name, value in changes.items() if isinstance(value, Mapping)}
     return {**config, **changes, **nested}
+
+
+def _periods(windows: int, layers: int) -> list[str]:
+    """The types of layers: `windows` with a window, then a full one, and so on."""
+    return [*["sliding_attention"] * windows, "full_attention"] * (layers // (windows + 1))
 
 
 _LLAMA_ROPE = dict(
@@ -144,11 +150,33 @@ _GPT_OSS_20B = dict(
         rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
         original_max_position_embeddings=4096,
     ),
-    max_position_embeddings=131072, layer_types=["sliding_attention", "full_attention"] * 12,
+    max_position_embeddings=131072, layer_types=_periods(1, 24),
     tie_word_embeddings=False, output_router_logits=False, router_aux_loss_coef=0.9, bos_token_id=199998,
     eos_token_id=200002, pad_token_id=199999,
 )  # fmt: skip
-_TWO_WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA_4_E4B = dict(
+    model_type="gemma4_text", vocab_size=262144, hidden_size=2560, intermediate_size=10240, num_hidden_layers=42,
+    num_attention_heads=8, num_key_value_heads=2, head_dim=256, global_head_dim=512, attention_k_eq_v=False,
+    num_kv_shared_layers=18, use_double_wide_mlp=False, hidden_size_per_layer_input=256,
+    vocab_size_per_layer_input=262144, enable_moe_block=False, hidden_activation="gelu_pytorch_tanh",
+    final_logit_softcapping=30.0, rms_norm_eps=1e-6, sliding_window=512, max_position_embeddings=131072,
+    layer_types=_periods(5, 42), tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="proportional", rope_theta=1e6, partial_rotary_factor=0.25),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+    ),
+)  # fmt: skip
+_GEMMA_4_E2B = {
+    **_GEMMA_4_E4B, "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "layer_types": _periods(4, 35),
+}  # fmt: skip
+_GEMMA_4_31B = {
+    **_GEMMA_4_E4B, "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60,
+    "num_attention_heads": 32, "num_key_value_heads": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "sliding_window": 1024,
+    "max_position_embeddings": 262144, "layer_types": _periods(5, 60),
+}  # fmt: skip
+_TWO_WINDOWS = {"num_hidden_layers": 2, "layer_types": _periods(1, 2)}
 _TWO_MIXERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _TINY = dict(
     hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -163,6 +191,17 @@ _QWEN3_5 = dict[str, Any](
     },
 )  # fmt: skip
 
+_GEMMA_4_TINY = {
+    **_TINY, "head_dim": 16, "global_head_dim": 32, "sliding_window": 24, "vocab_size_per_layer_input": 512,
+}  # fmt: skip
+_SHARED_KEYS = {"num_hidden_layers": 4, "layer_types": _periods(1, 4), "num_kv_shared_layers": 2}
+_GEMMA_4_E = dict[str, Any](
+    parity_length=4096, shallow=_SHARED_KEYS,
+    tiny={**_GEMMA_4_TINY, **_SHARED_KEYS, "hidden_size_per_layer_input": 16},
+)  # fmt: skip
+_GEMMA_4_BIG = dict[str, Any](
+    parity_length=4096, shallow=_TWO_WINDOWS, tiny={**_GEMMA_4_TINY, **_TWO_WINDOWS, "num_global_key_value_heads": 1}
+)
 _MIXTURE = dict[str, Any](  # a token takes all experts of the dry run: in bf16 it may choose others than a peer
     tiny={**_TINY, "head_dim": 16, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 4}
 )
@@ -170,15 +209,24 @@ _MIXTURE = dict[str, Any](  # a token takes all experts of the dry run: in bf16 
 MODELS: dict[str, Model] = {
     "llama-3.2-1b": Model(_LLAMA_1B, tiny={**_TINY, "head_dim": 16}),
     "llama-3.1-8b": Model(_LLAMA_8B, tiny={**_TINY, "head_dim": 16}),
-    "llama-3.1-70b": Model(_LLAMA_70B, tiny={**_TINY, "head_dim": 16}, drawn_in_nf4=True),
+    "llama-3.1-70b": Model(_LLAMA_70B, tiny={**_TINY, "head_dim": 16}, drawn=True),
     "gemma-2-2b": Model(
         _GEMMA_2_2B, "eager", tiny={**_TINY, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},
     ),
     "qwen2-1.5b": Model(_QWEN2_1_5B, tiny=_TINY),
     "phi-3-mini": Model(_PHI_3_MINI, tiny={**_TINY, "sliding_window": 24}),
-    "qwen3-30b-a3b": Model(_QWEN3_30B_A3B, **_MIXTURE),
+    "qwen3-30b-a3b": Model(_QWEN3_30B_A3B, drawn=True, **_MIXTURE),
     **{
         f"qwen3-30b-a3b-{n}-layers": Model({**_QWEN3_30B_A3B, "num_hidden_layers": n}, **_MIXTURE) for n in (2, 6)
+    },
+    "gemma-4-e2b": Model(_GEMMA_4_E2B, **_GEMMA_4_E),
+    "gemma-4-e4b": Model(_GEMMA_4_E4B, **_GEMMA_4_E),
+    "gemma-4-31b": Model(_GEMMA_4_31B, drawn=True, **_GEMMA_4_BIG),
+    **{
+        f"gemma-4-31b-{n}-layers": Model(
+            {**_GEMMA_4_31B, "num_hidden_layers": n, "layer_types": _periods(5, n)}, **_GEMMA_4_BIG
+        )
+        for n in (6, 12)
     },
     "gpt-oss-20b": Model(
         _GPT_OSS_20B, "eager", shallow=_TWO_WINDOWS, parity_length=4096,
@@ -192,6 +240,7 @@ MODELS: dict[str, Model] = {
 }  # fmt: skip
 
 _DELTA_RULES = ("", "+fla", "+tilelang", "+flashqla")
+_SHAPES = {"": (4, 4096), "-16k": (1, 16384), "-32k": (1, 32768)}
 _OURS_AND_PEERS = ("ligermodels", "ligermodels+adamw+in_backward", "hf", "hf+liger")
 CASES: dict[str, Case] = {
     "llama-1b": Case("llama-3.2-1b", 8, 2048, "none", ("ligermodels", "ligermodels+adamw", "hf", "hf+liger")),
@@ -245,6 +294,25 @@ CASES: dict[str, Case] = {
         )
         for n in (2, 6)
         for kind, bases in (("", ("ligermodels", "hf", "hf+liger")), ("-lora", ("ligermodels", "hf")))
+    },
+    **{
+        f"qwen3-30b-a3b-{name}": Case(
+            "qwen3-30b-a3b", 2, 4096, "block",
+            tuple(f"ligermodels+{kind}:{policy}" for policy in ("none", "mlp", "block")), steps=5,
+        )
+        for name, kind in (("lora", "lora"), ("qlora", "nf4"))
+    },
+    **{
+        f"gemma-4-e4b{name}": Case("gemma-4-e4b", *shape, "block", (*_OURS_AND_PEERS, "hf+flex+liger"), steps=5)
+        for name, shape in _SHAPES.items()
+    },
+    **{
+        f"gemma-4-31b{layers}-lora{name}": Case(
+            f"gemma-4-31b{layers}{'-layers' if layers else ''}", *shape, "block",
+            ("ligermodels+lora", "hf+lora", "hf+liger+lora", "hf+flex+liger+lora"), steps=3,
+        )
+        for layers in ("", "-6", "-12")
+        for name, shape in _SHAPES.items()
     },
     "gpt-oss-20b-lora": Case(
         "gpt-oss-20b", 4, 4096, "block",

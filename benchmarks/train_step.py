@@ -39,6 +39,7 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -65,6 +66,9 @@ OPTIONS = {
 NEEDS_GPU = {"liger", "compile", "flex", "captured", *TORCHAO, *DELTA_RULES}
 EXPERTS = "gate_up_proj", "down_proj"
 """Stacked weights of `mlp.experts` in transformers, to which PEFT adds adapters too."""
+UNSCALED = ("gemma4_text",)
+"""Model types that norm q and k and do not scale their products. With the weights of a new model, 1, a score then has a
+deviation of sqrt(D), and a softmax that all but chooses one key, whose gradient bf16 rounds by percents."""
 ADAPTER_B = 0.1
 """Standard deviation of B. PEFT sets it to 0: parity would not see the adapters, nor A get a gradient."""
 
@@ -131,8 +135,11 @@ class Baseline:
         if len({*options} & {*FP8, *TORCHAO}) > 1 or ("fp8" in options and "lora" not in options):
             raise ValueError(f"{name}: one recipe of FP8, or +lora+fp8")
         found = cls(base, frozenset(options), recompute, int(blocks) if blocks else None)
-        if MODELS[settings.model].drawn_in_nf4 and not (found.ours and found.adapters == "nf4"):
-            raise ValueError(f"{name}: {settings.model} has no checkpoint and is drawn in 4 bits: ligermodels+nf4")
+        model = MODELS[settings.model]
+        if model.drawn and (found.options & {*FP8} or (found.adapters == "nf4" and not found.ours)):
+            raise ValueError(f"{name}: {settings.model} is drawn and has no checkpoint, which this reads")
+        if found.adapters == "nf4" and model.config["model_type"] == "gpt_oss":
+            raise ValueError(f"{name}: there is no reference of these experts in NF4, whose order is another on disk")
         return found
 
 
@@ -251,21 +258,19 @@ def build_ours(baseline: Baseline, settings: Settings, folder: Path) -> nn.Modul
     from ligermodels.training import lora
 
     adapters: Path | None = adapters_of(folder) if baseline.adapters else None
-    if MODELS[settings.model].drawn_in_nf4 and folder.name == "model":
-        model: Any = drawn_in_nf4(settings)
-        lora.add_lora(model, r=RANK, alpha=ALPHA)
-        _draw_b(model)
+    in_4_bits = baseline.adapters if baseline.adapters in ("nf4", "mxfp4") else None
+    if is_drawn(settings, folder):
+        model: Any = drawn_ours(settings, in_4_bits)
     else:
-        in_4_bits = baseline.adapters in ("nf4", "mxfp4")
-        options: dict[str, Any] = {"quantization_config": baseline.adapters} if in_4_bits else {}
+        options: dict[str, Any] = {"quantization_config": in_4_bits}
         if recipe := baseline.options & {*FP8}:
             name = next(iter(recipe)).replace("_", "-")
             options = {"quantization_config": "fp8"} if name == "fp8" else {"fp8": name}
         model = ligermodels.load(folder, dtype=torch.bfloat16, device=settings.device, progress=False, **options)
-        if "peft" in baseline.options:
-            return importlib.import_module("peft").PeftModel.from_pretrained(model, adapters, is_trainable=True).train()
-        if adapters is not None:
-            lora.load_adapter(model, adapters)
+    if "peft" in baseline.options:
+        return importlib.import_module("peft").PeftModel.from_pretrained(model, adapters, is_trainable=True).train()
+    if adapters is not None:
+        lora.load_adapter(model, adapters)
     if baseline.recompute != "none" or "offload" in baseline.options:
         policy: dict[str, Any] = {"recompute": baseline.recompute, "offload": "offload" in baseline.options}
         if baseline.blocks is not None:
@@ -287,11 +292,15 @@ def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Mod
         )  # fmt: skip
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).train()
+    if is_drawn(settings, folder):
+        model: Any = drawn_theirs(settings, attention).train()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).train()
     model.config.use_cache = False
     if "liger" in baseline.options:
         patches = importlib.import_module("liger_kernel.transformers")
-        getattr(patches, f"apply_liger_kernel_to_{model.config.model_type.removesuffix('_text')}")(model=model)
+        kind = f"apply_liger_kernel_to_{model.config.model_type}"
+        (getattr(patches, kind, None) or getattr(patches, kind.removesuffix("_text")))(model=model)
     if recipe := baseline.options & {*TORCHAO}:
         float8 = importlib.import_module("torchao.float8")
         config = float8.Float8LinearConfig.from_recipe_name(next(iter(recipe)).removeprefix("ao_"))
@@ -333,31 +342,71 @@ def _draw_b(model: nn.Module) -> None:
             parameter.normal_(0, ADAPTER_B)
 
 
-@torch.no_grad()
-def drawn_in_nf4(settings: Settings) -> Any:
-    """Our model with random weights, drawn in 4 bits on the device one linear module at a time.
+class Drawn:
+    """A checkpoint, as `weights.Reader` says, that is on no disk: tensors are drawn when they are read, on a device.
 
-    It is what `ligermodels.load(..., quantization_config="nf4")` makes, for weights whose bf16 fits neither on the GPU
-    nor on a disk.
+    The seed of a tensor is its name's, so that all who read it get the same. Biases are 0, other vectors 1, and all the
+    rest has a standard deviation of 0.02. UNSCALED: see `_scale_scores`. model: ours, for names and shapes; it may be
+    on meta.
     """
+
+    source = "the drawn checkpoint"
+
+    def __init__(self, model: Any, device: str):
+        from ligermodels.checkpoint import weights
+
+        shapes = {name: weight.shape for name, weight in weights.named_weights(model)}
+        self.headers = {
+            region.source: weights.TensorInfo(torch.bfloat16, region.shape(shapes[region.param]))
+            for region in weights.regions(model, model.names_on_disk.table)
+        }
+        self.generator, self.unscaled = torch.Generator(device), model.config.model_type in UNSCALED
+
+    def read(self, name: str) -> Tensor:
+        info, generator = self.headers[name], self.generator
+        tensor = torch.empty(info.shape, dtype=info.dtype, device=generator.device)
+        if self.unscaled and name.endswith("q_norm.weight"):
+            return tensor.fill_(len(tensor) ** -0.5)
+        if len(info.shape) == 1:
+            return tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+        return tensor.normal_(0.0, 0.02, generator=generator.manual_seed(zlib.crc32(name.encode())))
+
+
+def is_drawn(settings: Settings, folder: Path) -> bool:
+    """Whether there is no checkpoint in `folder`, and who would read it draws it."""
+    return MODELS[settings.model].drawn and folder.name == "model"
+
+
+def drawn_ours(settings: Settings, quantized: str | None = None) -> Any:
+    """Our model of the drawn checkpoint, quantised as `ligermodels.load(quantization_config=quantized)` does."""
     import ligermodels
     from ligermodels.checkpoint import quantization, weights
 
-    device, quantizer = torch.device(settings.device), quantization.quantizer_of("nf4")
-    model = ligermodels.ARCHS[settings.config["model_type"]].from_config(
-        settings.config, dtype=torch.bfloat16, device="meta"
-    )
-    chosen = quantization.linears(model, quantizer)
-    for name in chosen:
-        model.set_submodule(name, nn.Module())  # until the others have memory
-    weights.allocate(model, device)
-    model.init_weights()
-    torch.manual_seed(0)
-    for name, linear in chosen.items():
-        weight = torch.empty(linear.weight.shape, dtype=torch.bfloat16, device=device)
-        weight.normal_(0, model.config.initializer_range)
-        model.set_submodule(name, quantizer.convert(linear, weight, None, device))
-    quantization.mark(model, quantizer)
+    arch, options = ligermodels.ARCHS[settings.config["model_type"]], {"dtype": torch.bfloat16, "device": "meta"}
+    model = arch.from_config(settings.config, **options)
+    reader, device = Drawn(model, settings.device), torch.device(settings.device)
+    if quantized is None:
+        weights.load(model, model.names_on_disk, reader, device=device, progress=False)
+    else:
+        quantizer = quantization.quantizer_of(quantized)
+        quantization.load(model, model.names_on_disk, reader, quantizer, device=device, progress=False)
+    return model
+
+
+@torch.no_grad()
+def drawn_theirs(settings: Settings, attention: str) -> nn.Module:
+    """transformers' model of the drawn checkpoint. Raises ValueError where it names its weights otherwise in memory."""
+    import ligermodels
+    from ligermodels.checkpoint.weights import named_weights
+
+    arch = ligermodels.ARCHS[settings.config["model_type"]]
+    reader = Drawn(arch.from_config(settings.config, device="meta"), settings.device)
+    model = theirs(settings.model, settings.device, torch.bfloat16, settings.config, attention)
+    state = dict(named_weights(model))
+    if differ := sorted(state.keys() ^ reader.headers.keys()):
+        raise ValueError(f"{settings.model} is drawn by the names on disk, and transformers has others: {differ[0]}")
+    for name in reader.headers:
+        state[name].copy_(reader.read(name))
     return model
 
 
@@ -422,8 +471,11 @@ def prepare(settings: Settings) -> None:
     case, folder, device = MODELS[settings.model], Path(settings.folder), settings.device
     kinds = {Baseline.of(name, settings).adapters for name in settings.baselines}
     wanted = [folder / "model", *([adapters_of(folder / "model")] if any(kinds) else [])]
-    if not case.drawn_in_nf4 and not all(path.exists() for path in wanted):
+    if case.drawn and any(kinds) and not wanted[1].exists():
+        _with_adapters(theirs(settings.model, "meta", torch.bfloat16, settings.config), wanted[1])
+    elif not case.drawn and not all(path.exists() for path in wanted):
         model = theirs(settings.model, device, torch.bfloat16, settings.config)
+        _scale_scores(model, 1.0)
         model.save_pretrained(folder / "model", max_shard_size="4GB")  # the host has a copy of one file
         if any(kinds):
             _with_adapters(model, adapters_of(folder / "model"))
@@ -480,6 +532,9 @@ def _with_adapters(model: nn.Module, folder: Path) -> Any:
         task_type="CAUSAL_LM",
     )  # fmt: skip
     adapted: Any = get_peft_model(model, options)
+    for name, module in adapted.named_modules():
+        if ".lora_" in name and isinstance(module, nn.Linear) and module.weight.is_meta:  # as the model is
+            module.to_empty(device="cpu").reset_parameters()
     _draw_b(adapted)
     adapted.save_pretrained(folder, save_embedding_layers=False)
     return adapted
@@ -493,9 +548,12 @@ def _round_to_nf4(adapted: nn.Module) -> None:
     """
     from ligermodels.kernels.linear.nf4 import quantize_nf4
 
-    for module in adapted.modules():
-        if hasattr(module, "base_layer"):
-            weight = module.base_layer.weight
+    for name, weight in adapted.named_parameters():
+        if ".experts." in name and name.endswith(EXPERTS):  # [E, out, in]; gate and up are two matrices
+            parts = 2 * len(weight) if "gate_up" in name else len(weight)
+            for matrix in weight.view(parts, -1, weight.shape[-1]):
+                matrix.copy_(quantize_nf4(matrix.clone()).dequantize())
+        elif name.endswith(".base_layer.weight") and not name.endswith(".gate.base_layer.weight"):  # a router stays
             weight.copy_(quantize_nf4(weight.detach()).dequantize())
 
 
@@ -529,6 +587,15 @@ def _sharpen(model: nn.Module) -> None:
                 rows = rows * (heads + kv_heads) // (heads + 2 * kv_heads)
             # Of normed inputs, q and k then have a deviation of SHARP_SCORES ** 0.5, and q k / sqrt(D) its square.
             parameter[:rows].normal_(0, (SHARP_SCORES / parameter.shape[1]) ** 0.5)
+    _scale_scores(model, SHARP_SCORES)
+
+
+@torch.no_grad()
+def _scale_scores(model: nn.Module, deviation: float) -> None:
+    """Of UNSCALED, sets the weight of q's norm so that scores have this deviation."""
+    for name, parameter in model.named_parameters() if model.config.model_type in UNSCALED else ():
+        if name.endswith("q_norm.weight"):
+            parameter.fill_(deviation * len(parameter) ** -0.5)
 
 
 def parity(baseline: Baseline, settings: Settings) -> tuple[list[str], float]:
