@@ -25,7 +25,8 @@ after the same text, or tie with it; ties are counted.
 --first-token: prompts of one row and the given number of tokens; the median of ten calls. "host" and "hf" are
 `generate` with max_new_tokens=1, from the call to its return; "captured" is the first of several tokens of
 `generate_iter`. "matmuls ms" is the time of the prompt's matmuls alone, by cuBLAS: in each block q, k and v as one,
-gate and up as one, the output and down projections, and the head of the last token. All take turns in one process.
+gate and up as one, the output and down projections and those of Gemma 4's per-layer embeddings, and the head of the
+last token. Blocks that read the keys of others have them for the last token alone. All take turns in one process.
 Parity: in fp32, the first ids of a shallow model, and of transformers with the same weights, must be those of one
 forward pass.
 
@@ -48,7 +49,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import harness
 from benchmarks.harness import Record, Row, synchronize
@@ -66,7 +67,8 @@ CACHES = {"captured": "auto", "captured-fp8": "fp8", "host": "auto"}
 """Our baselines, and the format of their keys and values."""
 FORMATS = "bf16", "int8", "fp8", "int4", "nf4", "mxfp4"
 """Of linear weights and experts; mxfp4 is one of experts alone."""
-BATCHES = 8, 64, 64, 64
+BATCHES, SMALL_BATCHES = (8, 64, 64, 64), (8, *[16] * 12)
+"""Of 200 prompts; small ones where a model in fp32 leaves little memory for their states."""
 TIE = 8
 """Two ids tie if their logits differ by at most this many bf16 errors of a logit, which is the rms difference of a
 row's logits from those in fp32. Two logits, each rounded in two ways, differ by 2 errors; 4 times that happens once in
@@ -108,7 +110,9 @@ def measure(options: argparse.Namespace, record: Record) -> None:
                 red.append(f"{name}, {weights}: the ids with a graph are not those without")
                 continue
             model = make(name, weights, options)
-            found = choices(model, (2, 3) if options.dry else BATCHES)
+            found = choices(
+                model, (2, 3) if options.dry else BATCHES if model.num_parameters() < 2e10 else SMALL_BATCHES
+            )
             record.setdefault("ids", []).append({"model": name, "weights": weights, **found})
             if found["wrong"]:
                 red.append(f"{name}, {weights}: with a graph, {found['wrong']} ids are less likely to the host")
@@ -219,14 +223,12 @@ def choices(model: Any, batches: Sequence[int], new: int = 32) -> Row:
 @contextlib.contextmanager
 def precise(model: Any) -> Iterator[None]:
     """The model in fp32, or in fp64 if it is in fp32, and afterwards as it was. A GPU may not hold it twice."""
-    tensors = [*model.parameters(), *model.buffers()]
-    dtypes = [tensor.dtype for tensor in tensors]
-    model.to(torch.float64 if model.dtype == torch.float32 else torch.float32)
+    dtype = model.dtype
+    model.to(torch.float64 if dtype == torch.float32 else torch.float32)
     try:
         yield
     finally:
-        for tensor, dtype in zip((*model.parameters(), *model.buffers()), dtypes, strict=True):
-            tensor.data = tensor.data.to(dtype)
+        model.to(dtype)
 
 
 # Tokens per second
@@ -332,8 +334,9 @@ def first_call(model: Any, ids: Tensor, new: int = 1, baseline: str = "host") ->
 def first_tokens(name: str, options: argparse.Namespace, red: list[str]) -> list[Row]:
     """A row for each prompt and baseline; none, and a line in `red`, where the first tokens differ."""
     lengths, runs = ([16], 2) if options.dry else (options.first_token, 10)
-    model = make(name, "bf16", options, torch.float32, **MODELS[name].shallow)
-    calls = first_calls(name, model, options)
+    shallow = MODELS[name].shallow
+    model = make(name, "bf16", options, torch.float32, **shallow)
+    calls = first_calls(name, model, options, **shallow)
     for length in itertools.chain.from_iterable([length] * 4 for length in lengths):
         ids = random_ids(model, 1, length)
         with torch.no_grad():
@@ -365,45 +368,62 @@ def first_tokens(name: str, options: argparse.Namespace, red: list[str]) -> list
     return rows
 
 
-def first_calls(name: str, model: Any, options: argparse.Namespace) -> dict[str, Callable[[Tensor], tuple[int, float]]]:
-    """{baseline: a call of ids [1, T] that returns the first token after them, and the seconds until it was there}."""
+def first_calls(
+    name: str, model: Any, options: argparse.Namespace, **changes: Any
+) -> dict[str, Callable[[Tensor], tuple[int, float]]]:
+    """{baseline: a call of ids [1, T] that returns the first token after them, and the seconds until it was there}.
+
+    changes: of the config, with which the model was made.
+    """
     calls: dict[str, Callable[[Tensor], tuple[int, float]]] = {}
     for baseline in options.baselines:
         owner = model
         if baseline.startswith("hf"):
-            owner = peer(name, options, model.dtype, num_hidden_layers=model.config.num_hidden_layers)
+            owner = peer(name, options, model.dtype, **changes)
             state = dict(export(model, model.names_on_disk))
             missing, unexpected = owner.load_state_dict(state, strict=False)
-            assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # a tied head
+            ignored = [re.compile(pattern) for pattern in model.names_on_disk.ignore]  # keys that no block reads
+            lost = [name for name in missing if not any(pattern.search(name) for pattern in ignored)]
+            assert not unexpected and set(lost) <= {"lm_head.weight"}, (lost, unexpected)  # a tied head
         calls[baseline] = lambda ids, owner=owner, baseline=baseline: first_call(owner, ids, 1, baseline)
     return calls
 
 
 def matmuls(model: Any, length: int) -> Callable[[], float]:
     """A call that returns the seconds of the matmuls of `length` tokens, one after the other, by torch.mm."""
-    matrices = []
-    for layer in model.decoder.modules():
+    decoder, head = model.decoder, model.lm_head.weight.detach()
+    first_reader = len(decoder.layers) if decoder.first_reader is None else decoder.first_reader
+    at = [(name, module, 1 if number(name) >= first_reader else length) for name, module in decoder.named_modules()]
+    matrices, joined = list[tuple[Tensor, int]](), set[str]()
+    for name, layer, rows in at:
         if isinstance(layer, JointProjections):
             joint: list[Any] = layer.joint_modules
-            matrices += [torch.cat([module.weight.detach() for module in joint]), layer.output_module.weight.detach()]
-    head = model.lm_head.weight.detach()
-    counted = sum(matrix.numel() for matrix in matrices)
-    there = sum(parameter.numel() for parameter in model.decoder.layers.parameters() if parameter.dim() > 1)
-    assert counted == there, f"{type(model).__name__} has matmuls besides those of attention and gated MLPs"
+            matrices += [(torch.cat([module.weight.detach() for module in joint]), rows)]
+            matrices += [(layer.output_module.weight.detach(), rows)]
+            joined |= {f"{name}.{part}" for part in (*layer.joint_names, layer.output_name)}
+    matrices += [(x.weight.detach(), rows) for name, x, rows in at if isinstance(x, nn.Linear) and name not in joined]
+    tables = sum(x.weight.numel() for _, x, _ in at if isinstance(x, Embedding))
+    there = sum(parameter.numel() for parameter in decoder.parameters() if parameter.dim() > 1) - tables
+    assert sum(x.numel() for x, _ in matrices) == there, f"{type(model).__name__} has matmuls of no linear module"
+    matrices.append((head, 1))
 
     def operand(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=model.dtype, device=model.device)
 
-    inputs = {size: operand(length, size) for size in {matrix.shape[1] for matrix in matrices}}
-    outputs = {size: operand(length, size) for size in {matrix.shape[0] for matrix in matrices}}
-    last, logits = operand(1, head.shape[1]), operand(1, head.shape[0])
+    inputs = {(rows, x.shape[1]): operand(rows, x.shape[1]) for x, rows in matrices}
+    outputs = {(rows, x.shape[0]): operand(rows, x.shape[0]) for x, rows in matrices}
 
     def run() -> None:
-        for matrix in matrices:
-            torch.mm(inputs[matrix.shape[1]], matrix.t(), out=outputs[matrix.shape[0]])
-        torch.mm(last, head.t(), out=logits)
+        for matrix, rows in matrices:
+            torch.mm(inputs[rows, matrix.shape[1]], matrix.t(), out=outputs[rows, matrix.shape[0]])
 
     return lambda: harness.timed(torch.no_grad()(run), model.device.type)[0]
+
+
+def number(name: str) -> int:
+    """That of the layer in which the module of this name is, or -1."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "layers" and len(parts) > 1 else -1
 
 
 # Multi-token prediction

@@ -19,9 +19,10 @@ autocast to bf16, adapters in fp32; on 4 bits bf16. Recomputation other than the
 `ligermodels:mlp`, `hf+liger:none`, `ligermodels:block*27`, which is that of the first 27 blocks.
 
 Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
-checkpoint, which transformers wrote. Before it is timed it must agree with transformers in fp32 on a shallow model of
-the same widths: logits, loss and gradient norm. One that does not agree gets no figures; if it is ours, the exit status
-is 1. The steps are on random tokens, the same for all, and loss and gradient norm of the first must agree as well.
+checkpoint, which transformers wrote; one that is too large to write is drawn by each, on the device, from seeds that
+are the names of its tensors. Before it is timed it must agree with transformers in fp32 on a shallow model of the same
+widths: logits, loss and gradient norm. One that does not agree gets no figures; if it is ours, the exit status is 1.
+The steps are on random tokens, the same for all, and loss and gradient norm of the first must agree as well.
 What is in FP8 may err by FP8_FACTOR times as much.
 "error / bf16's" is the error of the shallow model's logits over that of transformers in bf16. "kept KiB a token": what
 a forward keeps for the backward, where adapters are trained.

@@ -28,6 +28,7 @@ from benchmarks import (
     train_step,
 )
 from benchmarks.train_cases import CASES, MODELS, ours
+from ligermodels.checkpoint.weights import named_weights
 from ligermodels.generation import graphs
 from ligermodels.training import lora
 from tests.parallel.ranks import results_of_ranks
@@ -157,11 +158,19 @@ def test_the_configs_are_the_models_they_name(name):
     assert model.num_parameters() == PARAMETERS[name]
 
 
+QUICK = ("llama-1b", "llama-70b-qlora", "gpt-oss-20b-mxfp4", "gemma-4-31b-lora")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("llama-1b", "llama-70b-qlora") else slow) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else slow)
+        for name in CASES
+        if not name.endswith(("-16k", "-32k"))  # dry, all sequences are short
+    ],
 )
 def test_training_is_measured(name, run, in_this_process):
-    for package in ("peft", "bitsandbytes") if "lora" in name else ():
+    for package in ("peft", "bitsandbytes") if "lora" in name or "mxfp4" in name else ():
         pytest.importorskip(package)
     code, record, _ = run(train_step, "--case", name)
     (rows,) = [rows for title, rows in record.items() if title.startswith(f"{name}:")]
@@ -183,13 +192,30 @@ def test_a_baseline_recomputes_its_first_blocks(run, in_this_process, monkeypatc
         train_step.Baseline.of("hf:block*1", CASES["llama-1b"])
 
 
-@pytest.mark.parametrize("wrong", ["a weight", "the base in bf16", "the scale"])
+def test_both_sides_draw_the_same_large_checkpoint(tmp_path):
+    case = dict(dry=True, folder=str(tmp_path))
+    settings = train_step.Settings(**dataclasses.asdict(CASES["gemma-4-31b-lora"]), **case)
+    here, there = train_step.drawn_ours(settings), train_step.drawn_theirs(settings, "sdpa")
+    drawn = dict(named_weights(here))
+    assert all(torch.equal(drawn[name], weight) for name, weight in named_weights(there))
+    assert len({weight.flatten()[0].item() for weight in drawn.values() if weight.dim() > 1}) > 10
+    settings = dataclasses.replace(settings, model="qwen3-30b-a3b")
+    with pytest.raises(ValueError, match=r"transformers has others: model\.layers\.0\.mlp\.experts"):
+        train_step.drawn_theirs(settings, "sdpa")
+    plain, packed = (train_step.drawn_ours(settings, kind) for kind in (None, "nf4"))
+    for name in ("gate_up_proj", "down_proj"):
+        weight = plain.model.layers[1].mlp.experts.get_parameter(name)
+        rounded = packed.model.layers[1].mlp.experts.operand(name).weight.dequantize()
+        assert (rounded - weight).norm() < 0.15 * weight.norm()
+
+
+@pytest.mark.parametrize("wrong", ["a weight", "the base in bf16", "the scale", "the experts in bf16"])
 def test_a_red_parity_refuses_the_figures_of_a_model(wrong, monkeypatch, run, in_this_process):
     pytest.importorskip("peft")
     load_model, load_adapter = ligermodels.load, lora.load_adapter
 
     def load_wrongly(folder, quantization_config=None, **options):
-        model = load_model(folder, **options, quantization_config=None if "base" in wrong else quantization_config)
+        model = load_model(folder, **options, quantization_config=None if "bf16" in wrong else quantization_config)
         if wrong == "a weight":
             model.model.layers[0].self_attn.v_proj.weight.data.mul_(1.3)
         return model
@@ -201,7 +227,9 @@ def test_a_red_parity_refuses_the_figures_of_a_model(wrong, monkeypatch, run, in
 
     monkeypatch.setattr(ligermodels, "load", load_wrongly)
     monkeypatch.setattr(lora, "load_adapter", adapt_wrongly)
-    case = ("llama-1b", "ligermodels,hf") if wrong == "a weight" else ("llama-8b-qlora", "ligermodels+nf4:block")
+    case = {
+        "a weight": ("llama-1b", "ligermodels,hf"), "the experts in bf16": ("gpt-oss-20b-mxfp4", "ligermodels+mxfp4"),
+    }.get(wrong, ("llama-8b-qlora", "ligermodels+nf4:block"))  # fmt: skip
     code, record, printed = run(train_step, "--case", case[0], "--baselines", case[1])
     row, *peers = next(rows for title, rows in record.items() if title.startswith(case[0]))
     assert code == 1 and "logits err" in row["note"] and "tokens/s" not in row and "RED: " in printed
@@ -274,6 +302,19 @@ def test_decoding_is_measured_and_other_ids_are_refused(monkeypatch, run):
     assert code == 1 and "less likely to the host" in record["red"][0] and "rows" not in record
 
 
+@pytest.mark.parametrize("name", ["gemma-4-31b", "qwen3.5-4b"])
+def test_a_model_in_fp32_for_a_while_is_the_same_afterwards(name):
+    model = ours(name, "cpu", torch.bfloat16, tiny=True)
+    before = {key: (x.dtype, x.clone()) for key, x in model.state_dict().items()}
+    with decode.precise(model):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(after[key].dtype == dtype for key, (dtype, _) in before.items())
+    assert all(torch.equal(after[key], x) for key, (_, x) in before.items())
+    gate, up = (model.model.layers[0].mlp.get_parameter(f"{part}_proj.weight") for part in ("gate", "up"))
+    assert gate.data_ptr() + gate.nbytes == up.data_ptr()  # one matmul computes both
+
+
 def test_a_step_reads_the_experts_that_are_chosen_and_no_table_but_a_tied_head():
     """Counted over random choices."""
     changes = {"num_local_experts": 6, "num_experts_per_tok": 2}
@@ -315,9 +356,10 @@ def test_drafting_is_measured_where_it_writes_the_text_of_plain_decoding(monkeyp
     assert code == 1 and "not that of plain decoding" in record["red"][0] and not record["drafted"]
 
 
-def test_the_matmuls_are_all_of_those_of_a_forward_pass():
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-4-e2b", "gemma-4-31b"])
+def test_the_matmuls_are_all_of_those_of_a_forward_pass(name):
     """Counted by torch, which sees the multiplications of both."""
-    model = ours("llama-3.2-1b", "cpu", torch.float32, tiny=True)
+    model = ours(name, "cpu", torch.float32, tiny=True)
     ids, counts = torch.randint(3, 512, (1, 24)), []
     for call in (decode.matmuls(model, 24), lambda: model(ids, logits_to_keep=1)):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
