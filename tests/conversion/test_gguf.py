@@ -3,14 +3,12 @@
 Where xllamacpp, a build of llama.cpp, is installed, its logits and token ids are compared too.
 """
 
-import importlib
 import json
 import math
 import re
 import shutil
 import struct
 import sys
-import urllib.request
 import warnings
 from pathlib import Path
 
@@ -31,6 +29,7 @@ from ligermodels.conversion import MismatchError, Options, convert, inspect, ver
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, TokenizerError
 from ligermodels.text import Tokenizer
 from ligermodels.training import load_mtp
+from tests import llama_cpp
 from tests.arch import gemma3_vl, gemma4_vl
 from tests.arch.qwen3_vl import qwen3_vl, qwen3_vl_moe
 from tests.arch.test_qwen3_5 import with_images
@@ -48,7 +47,6 @@ from tests.conversion.gguf_files import (
     tensors_of,
     to_gguf,
 )
-from tests.processes import Child
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 8192
@@ -1054,44 +1052,20 @@ def test_files_that_are_damaged_or_not_supported(tmp_path, tiny, spoil, error, m
 # llama.cpp itself
 
 
-def ask_llama_cpp(folder, file, force, lengths, answers):
-    """Writes [largest difference of a log probability, texts that are cut otherwise] to `answers`. In a process of its
-    own, which llama.cpp's threads outlive."""
-    xllamacpp = importlib.import_module("xllamacpp")
-    params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.port = str(file), 256, 1, False, 0
-    params.use_jinja = params.fit_params = False
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server = xllamacpp.Server(params)
-
-    def ask(path, **body):
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(server.listening_address + path, json.dumps(body).encode(), headers)
-        return json.load(urllib.request.urlopen(request, timeout=60))
-
-    model, worst = ligermodels.load(folder, dtype="float32", **QUIET).eval(), 0.0
-    for length in lengths:
-        ids = (torch.arange(length) * 37 % 300 + 10).tolist()
-        # A token is forced: llama.cpp gives no probabilities for half a character. They are those before the bias.
-        answer = ask("/completion", prompt=ids, n_predict=1, n_probs=200, temperature=-1, logit_bias=[[force, 1000.0]])
-        theirs = answer["completion_probabilities"][0]["top_logprobs"]
+def compared(folder: Path, file: Path, lengths: list[int]) -> tuple[float, list[str]]:
+    """The largest difference of a log probability from the model of `folder`, and the texts that it cuts otherwise."""
+    model, tokenizer = ligermodels.load(folder, dtype="float32", **QUIET).eval(), Tokenizer.from_folder(folder)
+    force, texts = tokenizer.encode("the the", add_special_tokens=False)[-1], gguf_files.TEXTS
+    prompts = [(torch.arange(length) * 37 % 300 + 10).tolist() for length in lengths]
+    cuts = [("/tokenize", {"content": text, "add_special": True, "parse_special": True}) for text in texts]
+    answers = llama_cpp.ask(file, *(llama_cpp.next_token(ids, force, 200) for ids in prompts), *cuts)
+    worst = 0.0
+    for ids, answer in zip(prompts, answers, strict=False):
         with torch.no_grad():
             ours = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-        worst = max(worst, *(abs(float(ours[token["id"]]) - token["logprob"]) for token in theirs))
-    tokenizer, texts = Tokenizer.from_folder(folder), gguf_files.TEXTS
-    cut = {text: ask("/tokenize", content=text, add_special=True, parse_special=True)["tokens"] for text in texts}
-    answers.write_text(json.dumps([worst, [text for text in texts if cut[text] != tokenizer.encode(text)]]))
-
-
-def llama_cpp(folder: Path, file: Path, lengths: list[int]) -> tuple[float, list[str]]:
-    """The largest difference of a log probability from the model of `folder`, and the texts that it cuts otherwise."""
-    force = Tokenizer.from_folder(folder).encode("the the", add_special_tokens=False)[-1]
-    answers = file.with_suffix(".answers.json")
-    child = Child(lambda: ask_llama_cpp(folder, file, force, lengths, answers))
-    assert child.wait() == 0, "what it raised is in the captured stderr"
-    worst, odd = json.loads(answers.read_text())
-    return worst, odd
+        worst = max(worst, *(abs(float(ours[token]) - value) for token, value in llama_cpp.logprobs(answer).items()))
+    cut = zip(texts, answers[len(prompts) :], strict=True)
+    return worst, [text for text, answer in cut if answer["tokens"] != tokenizer.encode(text)]
 
 
 OTHERS = ("qwen3.5, multi-token", "qwen3.5 with experts, multi-token", "qwen3_vl", "qwen3_vl_moe")
@@ -1120,7 +1094,7 @@ def test_what_llama_cpp_says(tmp_path, model_of, name):
     lengths = [65, 100] if name == "phi3, long" else [1, 2, 7, 100]
     if name == "mistral, window":
         lengths = [1, 2, 7, 64]  # llama.cpp ignores the window of 64
-    worst, odd = llama_cpp(folder, tmp_path / "out.gguf", lengths)
+    worst, odd = compared(folder, tmp_path / "out.gguf", lengths)
     assert worst < (5e-3 if name.startswith("gemma") else 1e-4)  # GELU is a table of fp16 there
     # Its tokenizer.json has no dummy prefix before a text that begins with a space, nor after a special token.
     assert odd == (["▁already▁there", "</s>the"] if name.startswith("mistral") else []), odd

@@ -19,7 +19,7 @@ from ligermodels.layers import QuantizedLinear
 from ligermodels.training import add_lora, save_adapter
 from tests.arch.test_gpt_oss_mxfp4 import write_released
 from tests.conversion.gguf_files import add_tokenizer, fields_of, gguf, rewritten, rows_of, to_gguf
-from tests.conversion.test_gguf import llama_cpp
+from tests.conversion.test_gguf import compared
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rounds the ends of YaRN")
 IDS = torch.arange(60).reshape(1, 60) % 97
@@ -215,5 +215,5 @@ def test_what_llama_cpp_says(released, tmp_path, dtype):
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     report = to_gguf(source, tmp_path / "out.gguf", dtype=dtype)
     assert ("MXFP4" in report.details["dtypes"]) is (dtype == "keep") and "BF16" not in report.details["dtypes"]
-    worst, odd = llama_cpp(source, tmp_path / "out.gguf", [1, 2, 7, 100])
+    worst, odd = compared(source, tmp_path / "out.gguf", [1, 2, 7, 100])
     assert worst < (1e-4 if dtype == "fp32" else 0.2) and not odd

@@ -3,9 +3,6 @@
 SmolLM2's weights are those of a released file in Q4_1, dequantised, so no quantisation here meets untouched weights.
 """
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,50 +10,18 @@ import torch
 
 import ligermodels
 from ligermodels.training import add_lora, save_adapter
-from tests import real_files
+from tests import llama_cpp, real_files
 from tests.conversion.gguf_files import small_model, to_gguf
 from tests.conversion.test_gguf import MODELS, OF_FAMILY
 
 pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
-ASKED = """
-import json, os, sys, urllib.request
-import xllamacpp
-file, adapter, requests = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.port = file, 256, 1, False, 0
-params.use_jinja = params.fit_params = False
-params.cache_ram_mib = 0
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1  # two that wait for each other are slow on few cores
-params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-if adapter:
-    lora = xllamacpp.CommonAdapterLoraInfo()
-    lora.path, lora.scale = adapter, 1.0
-    params.lora_adapters = [lora]
-server = xllamacpp.Server(params)
-answers = []
-for body in requests:
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(server.listening_address + "/completion", json.dumps(body).encode(), headers)
-    answers.append(json.load(urllib.request.urlopen(request, timeout=300)))
-print(json.dumps(answers), flush=True)
-os._exit(0)
-"""
-
-
-def ask(file: Path, requests: list[dict], adapter: Path | str = "") -> list[dict]:
-    command = [sys.executable, "-c", ASKED, str(file), str(adapter), json.dumps(requests)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert found.returncode == 0, found.stderr[-2000:]
-    return json.loads(found.stdout.splitlines()[-1])
 
 
 def logprobs(file: Path, ids: list[int], force: int, adapter: Path | str = "") -> dict[int, float]:
-    """{id: log probability} of the 50 likeliest next tokens. A token is forced, for half a character has none."""
-    body = {"prompt": ids, "n_predict": 1, "n_probs": 50, "temperature": -1, "logit_bias": [[force, 1000.0]]}
-    (answer,) = ask(file, [body], adapter)
-    return {token["id"]: token["logprob"] for token in answer["completion_probabilities"][0]["top_logprobs"]}
+    """{id: log probability} of the 50 likeliest next tokens."""
+    (answer,) = llama_cpp.ask(file, llama_cpp.next_token(ids, force, 50), adapter=adapter)
+    return llama_cpp.logprobs(answer)
 
 
 def largest_difference(model, ids: list[int], theirs: dict[int, float]) -> float:
@@ -80,8 +45,9 @@ def test_greedy_text_of_a_file_in_f16(tmp_path, smol):
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "def fibonacci(n):")]
     prompts.append(tokenizer.apply_chat_template(chat, add_generation_prompt=True))
-    bodies = [{"prompt": ids, "n_predict": 24, "temperature": 0, "return_tokens": True} for ids in prompts]
-    for ids, answer in zip(prompts, ask(tmp_path / "out.gguf", bodies), strict=True):
+    body = {"n_predict": 24, "temperature": 0, "return_tokens": True}
+    requests = [("/completion", {"prompt": ids, **body}) for ids in prompts]
+    for ids, answer in zip(prompts, llama_cpp.ask(tmp_path / "out.gguf", *requests), strict=True):
         options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": tokenizer.chat_stop_ids}
         assert answer["tokens"] == model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
 

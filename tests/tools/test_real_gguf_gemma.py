@@ -1,9 +1,6 @@
 """A released GGUF file, Gemma 3 270M in Q4_K_M: against the gguf package, Gemma's tokenizer.json and llama.cpp."""
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +8,7 @@ import torch
 
 import ligermodels
 from ligermodels.conversion import Options, convert
-from tests import real_files
+from tests import llama_cpp, real_files
 from tests.tools.test_real_gguf import texts
 
 gguf = pytest.importorskip("gguf")
@@ -61,49 +58,32 @@ def test_token_ids_are_those_of_tokenizer_json(path):
     assert (mine.vocab_size, mine.files.named["unk_token"]) == (262144, "<unk>")
 
 
-LLAMA_CPP = """
-import json, os, sys, urllib.request
-import torch, xllamacpp
-import ligermodels
-path, file, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.port = file, 1024, 1, False, 0
-params.use_jinja = params.fit_params = False
-params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-server = xllamacpp.Server(params)
-def ask(path, **body):
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(server.listening_address + path, json.dumps(body).encode(), headers)
-    return json.load(urllib.request.urlopen(request, timeout=600))
-model, tokenizer = ligermodels.load(path, progress=False), ligermodels.Tokenizer.from_hub(path)
-worst, total, count, agreeing, texts = 0.0, 0.0, 0, [], []
-for prompt in prompts:
-    ids = tokenizer.encode(prompt)
-    assert ask("/tokenize", content=prompt, add_special=True, parse_special=True)["tokens"] == ids
-    answer = ask("/completion", prompt=ids, n_predict=16, n_probs=50, temperature=0)
-    steps = answer["completion_probabilities"]
-    drawn = [step["id"] for step in steps]
-    with torch.no_grad():
-        logps = model(torch.tensor([ids + drawn])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
-    found = [abs(float(row[x["id"]]) - x["logprob"]) for row, step in zip(logps, steps) for x in step["top_logprobs"]]
-    worst, total, count = max(worst, *found), total + sum(found), count + len(found)
-    agreeing += (logps.argmax(-1) == torch.tensor(drawn)).tolist()
-    ours = model.generate(torch.tensor([ids]), max_new_tokens=16)[0, len(ids) :]
-    texts.append([answer["content"], tokenizer.decode(ours)])
-print(json.dumps([worst, total / count, sum(agreeing) / len(agreeing), texts]), flush=True)
-os._exit(0)
-"""
 PROMPTS = ("The capital of France is", "Once upon a time", "def fibonacci(n):\n", "1, 2, 3, 4,")
 
 
 def compared(path: Path, file: Path, *prompts: str):
     """The largest and the mean difference of log probabilities, the share of equal greedy tokens, and the texts."""
     pytest.importorskip("xllamacpp")
-    command = [sys.executable, "-c", LLAMA_CPP, str(path), str(file), json.dumps(prompts)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    model, tokenizer = ligermodels.load(path, progress=False), ligermodels.Tokenizer.from_hub(path)
+    rows = [tokenizer.encode(prompt) for prompt in prompts]
+    cuts = [("/tokenize", {"content": prompt, "add_special": True, "parse_special": True}) for prompt in prompts]
+    asked = [("/completion", {"prompt": ids, "n_predict": 16, "n_probs": 50, "temperature": 0}) for ids in rows]
+    answers = llama_cpp.ask(file, *cuts, *asked, context=1024)
+    assert [answer["tokens"] for answer in answers[: len(rows)]] == rows
+    differences, agreeing, texts = [], [], []
+    for ids, answer in zip(rows, answers[len(rows) :], strict=True):
+        steps = answer["completion_probabilities"]
+        drawn = [step["id"] for step in steps]
+        with torch.no_grad():
+            logps = model(torch.tensor([ids + drawn])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        both = (
+            (row[x["id"]], x["logprob"]) for row, step in zip(logps, steps, strict=True) for x in step["top_logprobs"]
+        )
+        differences += [abs(float(mine) - other) for mine, other in both]
+        agreeing += (logps.argmax(-1) == torch.tensor(drawn)).tolist()
+        ours = model.generate(torch.tensor([ids]), max_new_tokens=16)[0, len(ids) :]
+        texts.append([answer["content"], tokenizer.decode(ours)])
+    return max(differences), sum(differences) / len(differences), sum(agreeing) / len(agreeing), texts
 
 
 @pytest.mark.slow
