@@ -29,7 +29,9 @@ COMPANIONS = (*TOKENIZER, *TEMPLATES, *PROCESSORS)
 
 SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
 GGUF = "model.gguf"
-"""The name of the GGUF file in a folder of `gguf.reader.folder_of`, where it is a link."""
+"""The name of the GGUF file in a folder of `gguf.folder.folder_of`, where it is a link."""
+MMPROJ = "mmproj.gguf"
+"""That of its vision tower there."""
 ADAPTER = "adapter_config.json"
 MEDUSA = "medusa_lm_head.safetensors"
 METADATA = ".metadata"
@@ -186,31 +188,37 @@ def pickles_refused(folder: str | Path, file: str) -> CheckpointError:
     )
 
 
-def find_gguf(path: Path) -> Path | None:
-    """`path` if it is a GGUF file, or the GGUF file in it if it is a folder without other weights; else None.
+def is_mmproj(name: str) -> bool:
+    """Whether a GGUF file with this name holds a vision tower, as llama.cpp and the Hub name such files."""
+    return name.endswith(".gguf") and "mmproj" in name.lower()
 
-    Raises CheckpointError for a folder with several.
+
+def find_gguf(path: Path) -> tuple[Path, Path | None] | None:
+    """(the GGUF file, that of its vision tower): `path` alone, or in a folder without other weights; else None.
+
+    Raises CheckpointError for a folder with several of either.
     """
     with read_errors(path):
         if path.is_file():
-            return path if path.suffix == ".gguf" else None
+            return (path, None) if path.suffix == ".gguf" else None
         if not path.is_dir():
             return None
         names = sorted(os.listdir(path))
-    files = [name for name in names if name.endswith(".gguf")]
+    towers = [name for name in names if is_mmproj(name)]
+    files = [name for name in names if name.endswith(".gguf") and name not in towers]
     others = re.compile(r".*\.(safetensors|bin|pth)(\.index\.json)?|\.metadata")
     if not files or any(others.fullmatch(name) for name in names):
         return None
-    if len(files) > 1:
+    if len(several := max(files, towers, key=len)) > 1:
         raise CheckpointError(
-            f"{path} holds {len(files)} GGUF files: {', '.join(files[:4])}{', ...' * (len(files) > 4)}.\n"
+            f"{path} holds {len(several)} GGUF files: {', '.join(several[:4])}{', ...' * (len(several) > 4)}.\n"
             f"  Next: give one of them, such as {path / files[0]}"
         )
-    return path / files[0]
+    return path / files[0], path / towers[0] if towers else None
 
 
 def is_gguf_folder(folder: Path) -> bool:
-    """Whether `gguf.reader.folder_of` made `folder`."""
+    """Whether `gguf.folder.folder_of` made `folder`."""
     return (folder / GGUF).is_symlink()
 
 

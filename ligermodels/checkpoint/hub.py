@@ -24,8 +24,9 @@ def resolve(
 ) -> Path:
     """The local folder of a checkpoint: the given folder, a repository's snapshot, or `folder_of` a GGUF file.
 
-    A GGUF file is given by its path, or by that of a folder with one and no other weights. The path of a
-    model.safetensors stands for its folder.
+    A GGUF file is given by its path, or by that of a folder with one and no other weights. If that folder has the file
+    of its vision tower (mmproj), too, they are read as one model. The path of a model.safetensors stands for its
+    folder.
 
     revision: branch, tag or commit; a local folder has "main" alone. weights: False fetches no weight files.
     The Hub is asked for the commit of a branch or tag, unless `local_files_only` or HF_HUB_OFFLINE=1 forbid it. A
@@ -44,10 +45,10 @@ def resolve(
         folder = (local.parent if local.name == SAFETENSORS and local.is_file() else local) / inside
         if revision not in (None, "main"):
             raise InputError(f"revision={revision!r} is for repositories of the Hub, and {repo} is local: leave it out")
-        if file := find_gguf(folder):
-            from ligermodels.checkpoint.gguf.reader import folder_of
+        if files := find_gguf(folder):
+            from ligermodels.checkpoint.gguf.folder import folder_of
 
-            return folder_of(file)
+            return folder_of(*files)
         if os.path.isdir(folder):
             return folder
         if os.path.exists(folder):

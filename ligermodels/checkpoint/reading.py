@@ -32,6 +32,7 @@ from ligermodels.checkpoint.weights import TensorInfo, plain_name
 from ligermodels.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from ligermodels.checkpoint.gguf.pair import PairReader
     from ligermodels.checkpoint.gguf.reader import GgufReader
 
 DTYPES = {
@@ -187,14 +188,14 @@ class SafetensorsReader(FolderReader):
         return opened.locate(stored)
 
 
-def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> "FolderReader | GgufReader":
+def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> "FolderReader | GgufReader | PairReader":
     """A reader of the weights in `folder`: safetensors, else a GGUF file or, if they are allowed, pickles.
 
     No config.json is needed. Raises the errors of `weights_in` and of the readers.
     """
     kind = weights_in(folder, allow_pickle=allow_pickle)
     if kind == GGUF:
-        from ligermodels.checkpoint.gguf.reader import GgufReader
+        from ligermodels.checkpoint.gguf.folder import open_folder
 
-        return GgufReader((Path(folder) / GGUF).resolve())
+        return open_folder(Path(folder))
     return SafetensorsReader(folder) if kind == SAFETENSORS else FolderReader(folder)

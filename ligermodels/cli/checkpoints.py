@@ -21,7 +21,7 @@ layouts, detected from the files in a folder:
   pickled       pytorch_model*.bin, with --allow-pickle
   Meta          consolidated.NN.pth and params.json, with --allow-pickle
   Mistral       consolidated*.safetensors and params.json
-  GGUF          one .gguf file, or a folder with one; dequantised
+  GGUF          one .gguf file, or a folder with one, and with mmproj*.gguf for images; dequantised
   distributed   .metadata and *.distcp; with --config where there is no config.json
   LoRA adapter  adapter_config.json; for inspect, for convert BASE DST --adapter DIR, and for convert DIR out.gguf
 
@@ -91,6 +91,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="cast to bf16, float32, ..., or quantise a GGUF file: q8_0, q5_1, q5_0, q4_1, q4_0 (no cast)",
     )
     option("--modelfile", action="store_true", help="also write a Modelfile for Ollama beside a GGUF file")
+    option("--mmproj", action="store_true", help="also write the vision tower beside a GGUF file, as mmproj-DST")
     option("--max-shard-size", metavar="SIZE", help="of a file, such as 5GB or 500MiB (5GB)")
     option("--adapter", metavar="DIR", help="LoRA adapter to merge into SRC, in PEFT's format")
     option("--revision", **revision)

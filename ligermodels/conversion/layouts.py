@@ -10,7 +10,6 @@ from torch import Tensor
 from ligermodels.checkpoint import mxfp4, reading
 from ligermodels.checkpoint.adapters import CONFIG
 from ligermodels.checkpoint.files import (
-    GGUF,
     METADATA,
     PICKLES,
     SAFETENSORS,
@@ -21,6 +20,7 @@ from ligermodels.checkpoint.files import (
     read_json,
     weight_files,
 )
+from ligermodels.checkpoint.gguf.folder import files_in
 from ligermodels.checkpoint.mxfp4 import MXFP4Weight
 from ligermodels.conversion.merging import MergedSource
 from ligermodels.conversion.original import PARAMS, MetaSource, MistralSource
@@ -103,13 +103,13 @@ def weight_paths(folder: Path) -> list[Path]:
         safe = any((folder / f"{SAFETENSORS}{end}").is_file() for end in ("", ".index.json"))
         return [folder / name for name in weight_files(folder, SAFETENSORS if safe else PICKLES)[0]]
     if layout == "gguf":
-        return [(folder / GGUF).resolve()]
+        return files_in(folder)
     pattern = {"dcp": "*.distcp", "adapter": "adapter_model.*"}.get(layout, "consolidated*")
     return sorted(folder.glob(pattern))
 
 
 class FolderSource(Source):
-    """A folder with config.json and safetensors or pickles, or the folder that `gguf.reader` makes of a GGUF file.
+    """A folder with config.json and safetensors or pickles, or the folder that `gguf.folder` makes of a GGUF file.
 
     config_folder: has config.json and the tokenizer, if `folder` has a trainer's state dict alone.
     A checkpoint in MXFP4 is read dequantised, in bf16, but by `read_packed`.

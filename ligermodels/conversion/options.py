@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ligermodels.checkpoint.dtypes import dtype_name
-from ligermodels.checkpoint.files import absolute, write_errors
+from ligermodels.checkpoint.files import absolute, is_mmproj, write_errors
 from ligermodels.checkpoint.gguf.modelfile import MARK, NAME
 from ligermodels.errors import InputError
 
@@ -28,6 +28,7 @@ class Options:
     name: of the model, for people, in a GGUF file; by default that of its repository or folder (`writer.model_name`).
     dtype: "keep" or "auto" for no cast, a name of `dtypes.NAMES`, such as "bf16", or of QUANTISED for a GGUF file.
     modelfile: write a Modelfile for Ollama beside a GGUF file.
+    mmproj: write the vision tower beside a GGUF file, as `mmproj_of(dst)`: in fp16, or the floats of `dtype`.
     max_shard_size: as in `save_pretrained`, by default "5GB".
     adapter: the folder of a LoRA adapter to merge.
     config: the folder of config.json and tokenizer, for a distributed checkpoint or a state dict without them; of the
@@ -41,6 +42,7 @@ class Options:
     name: str | None = None
     dtype: str = "keep"
     modelfile: bool = False
+    mmproj: bool = False
     max_shard_size: int | str | None = None
     adapter: str | Path | None = None
     config: str | Path | None = None
@@ -55,6 +57,11 @@ class Options:
 def dtype_of(text: str) -> str:
     """torch's name of a dtype, or a name of KEPT or QUANTISED. Raises InputError for other names."""
     return text.lower() if text.lower() in QUANTISED else dtype_name(text, (*KEPT, *QUANTISED))
+
+
+def mmproj_of(path: Path) -> Path:
+    """The file of the vision tower beside the GGUF file of a text."""
+    return path.with_name(f"mmproj-{path.name}")
 
 
 def check_options(src: str | Path, dst: str | Path | None, options: Options) -> tuple[Path | None, bool]:
@@ -73,8 +80,14 @@ def check_options(src: str | Path, dst: str | Path | None, options: Options) -> 
         raise InputError("max_shard_size is for folders, and GGUF is one file; leave it out")
     if options.name is not None and not is_gguf:
         raise InputError("name is for GGUF files, whose names end in .gguf; leave it out")
-    if options.modelfile and not is_gguf:
-        raise InputError("modelfile is for GGUF files, whose names end in .gguf; leave it out")
+    for option in ("modelfile", "mmproj"):
+        if getattr(options, option) and not is_gguf:
+            raise InputError(f"{option} is for GGUF files, whose names end in .gguf; leave it out")
+    if is_gguf and is_mmproj(name):
+        raise InputError(
+            f"{dst} has the name of a vision tower's file, and DST is the file of the text.\n"
+            "  Next: give another name, and --mmproj (mmproj=True), which writes mmproj-NAME.gguf beside it"
+        )
     if options.dry_run and not name:
         return None, is_gguf
     if not name:
@@ -93,6 +106,8 @@ def check_options(src: str | Path, dst: str | Path | None, options: Options) -> 
         raise InputError(f"{dst} is a file; give the name of a folder, or of a file that ends in .gguf")
     if is_filled and not options.overwrite:
         raise InputError(f"{dst} already exists and is not empty; overwrite=True (--overwrite) saves over it")
+    if options.mmproj and not options.overwrite and os.path.lexists(tower := mmproj_of(target)):
+        raise InputError(f"{tower} already exists; overwrite=True (--overwrite) saves over it")
     if options.modelfile:
         _check_modelfile(target.parent / NAME, options.overwrite)
     return None if options.dry_run else target, is_gguf
@@ -107,6 +122,8 @@ def check_adapter_options(options: Options) -> None:
             "modelfile is for models: Ollama takes no adapters any more.\n"
             "  Next: merge it: ligermodels convert BASE out.gguf --adapter DIR --modelfile"
         )
+    if options.mmproj:
+        raise InputError("mmproj is for models that read images, and SRC is an adapter; leave it out")
     if options.adapter is not None:
         raise InputError("SRC is an adapter, and so is --adapter: give the base as SRC to merge it")
 

@@ -4,7 +4,9 @@ The result grows in a folder beside the destination. It replaces the destination
 asked for, verified. A conversion that fails or is killed leaves the destination as it was.
 """
 
+import shlex
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,25 @@ import torch
 from tqdm import tqdm
 
 from ligermodels.checkpoint import adapters, hub, saving, weights
-from ligermodels.checkpoint.files import read_json
+from ligermodels.checkpoint.files import read_json, readable_size
 from ligermodels.checkpoint.gguf.adapter import AdapterTarget
+from ligermodels.checkpoint.gguf.mmproj import PROJECTORS, MmprojTarget
 from ligermodels.checkpoint.gguf.modelfile import NAME, modelfile
 from ligermodels.checkpoint.gguf.output import BLOCK, GgufOutput
 from ligermodels.checkpoint.gguf.writer import GgufTarget, model_name
 from ligermodels.conversion.comparison import Report, compare, dtype_counts
 from ligermodels.conversion.layouts import layout_of, open_source
 from ligermodels.conversion.merging import aliases
-from ligermodels.conversion.options import KEPT, QUANTISED, Options, check_adapter_options, check_options, dtype_of
-from ligermodels.conversion.source import View, model_on_meta
+from ligermodels.conversion.options import (
+    KEPT,
+    QUANTISED,
+    Options,
+    check_adapter_options,
+    check_options,
+    dtype_of,
+    mmproj_of,
+)
+from ligermodels.conversion.source import Source, View, model_on_meta
 from ligermodels.errors import CheckpointError, MismatchError
 from ligermodels.text import Tokenizer
 
@@ -46,24 +57,11 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
         return _convert_adapter(src, dst, folder, destination, options)
     reading = dict(allow_pickle=options.allow_pickle, config=options.config, adapter=options.adapter)
     source = open_source(folder, **reading)  # type: ignore[arg-type]
-    dtype = _cast_of(options)
-    # A GGUF file has no images, and is cast by its writer: norms and biases stay fp32.
-    view = View(source, dtype=None if is_gguf else dtype, text_only=is_gguf)
-    details: dict[str, Any] = {"architecture": type(view.model).__name__, "to": "gguf" if is_gguf else "hf"}
     if is_gguf:
-        label = options.name or model_name(src, options.adapter)
-        name = dtype_of(options.dtype)
-        kind = name.upper() if name in QUANTISED else None
-        target = GgufTarget(view, Tokenizer.from_folder, dtype=dtype, quantised=kind, name=label)
-        if target.kept:
-            details["F16"] = f"{', '.join(target.kept)}: their rows are no multiple of {BLOCK}"
-        text = _modelfile(view, Path(str(dst or "model.gguf")).name) if options.modelfile else ""
-        report = _write_gguf(target, view, _report(src, dst, target, details), destination, options)
-        if destination is not None and options.modelfile:
-            with saving.write_errors(destination.parent):
-                (destination.parent / NAME).write_text(text, encoding="utf-8")
-            report.details["modelfile"] = f"ollama create NAME -f {destination.parent / NAME}"
-        return report
+        return _convert_gguf(src, dst, source, destination, options)
+    dtype = _cast_of(options)
+    view = View(source, dtype=dtype)
+    details: dict[str, Any] = {"architecture": type(view.model).__name__, "to": "hf"}
     size = "5GB" if options.max_shard_size is None else options.max_shard_size
     shards = saving.split_into_shards(view.headers, saving.num_bytes(size))
     details["files"] = len(shards)
@@ -82,6 +80,45 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
         report.mismatches += [f"{n} tensors are {b}, expected {a}" for (a, b), n in report.casts.items()]
 
     _replace(destination, report, view, write, check, options)
+    return report
+
+
+def _convert_gguf(
+    src: str | Path, dst: str | Path | None, source: Source, destination: Path | None, options: Options
+) -> Report:
+    """The GGUF file of a model's text, and what is asked for beside it."""
+    dtype, name = _cast_of(options), dtype_of(options.dtype)
+    has_tower = source.config.get("model_type") in PROJECTORS
+    with warnings.catch_warnings():
+        if has_tower:
+            warnings.filterwarnings("ignore", ".*only the text model is read")  # what is said below, or not the case
+        view = View(source, text_only=True)  # cast by the writer: norms and biases stay fp32
+    label = options.name or model_name(src, options.adapter)
+    kind = name.upper() if name in QUANTISED else None
+    details: dict[str, Any] = {"architecture": type(view.model).__name__, "to": "gguf"}
+    whole = View(source) if options.mmproj else view
+    tower = MmprojTarget(whole, dtype=dtype or torch.float16, name=label) if options.mmproj else None
+    if has_tower and not options.mmproj:
+        warnings.warn(
+            f"{source.source}: only the text is written. --mmproj (mmproj=True) also writes the vision tower, with "
+            "which llama.cpp reads images.",
+            stacklevel=3,
+        )
+    target = GgufTarget(view, Tokenizer.from_folder, dtype=dtype, quantised=kind, name=label)
+    if target.kept:
+        details["F16"] = f"{', '.join(target.kept)}: their rows are no multiple of {BLOCK}"
+    text = _modelfile(view, Path(str(dst or "model.gguf")).name) if options.modelfile else ""
+    report = _write_gguf(target, view, _report(src, dst, target, details), destination, options)
+    if tower is not None:
+        report.details["mmproj"] = f"{len(tower.headers)} tensors, {readable_size(tower.nbytes)}"
+        if destination is not None:
+            beside = mmproj_of(destination)
+            _write_gguf(tower, whole, _report(src, beside, tower, {}), beside, options)
+            report.details["images"] = shlex.join(["llama-server", "-m", str(destination), "--mmproj", str(beside)])
+    if destination is not None and options.modelfile:
+        with saving.write_errors(destination.parent):
+            (destination.parent / NAME).write_text(text, encoding="utf-8")
+        report.details["modelfile"] = f"ollama create NAME -f {destination.parent / NAME}"
     return report
 
 

@@ -13,7 +13,9 @@ import torch
 from ligermodels.arch import ARCHS
 from ligermodels.conversion import Options, convert
 from ligermodels.text import Tokenizer
+from tests.arch import qwen2_vl, qwen3_vl
 from tests.text import families, folders, templates
+from tests.vision import folders as vision_folders
 
 gguf = pytest.importorskip("gguf")
 
@@ -36,6 +38,17 @@ def byte_level(folder: Path, split: str = families.LLAMA_3_SPLIT, **options) -> 
     return folder
 
 
+def qwen_vl(folder: Path, split: str) -> Path:
+    """Tokenizer, chat template and image processor of a Qwen that reads images; `with_images` changes the processor."""
+    vision_folders.qwen3_vl(folder)
+    special = {420 + at: folders.added(name) for at, name in enumerate(vision_folders.QWEN_TOKENS)}
+    folders.write(folder, "tokenizer.json", families._byte_level(split, special))
+    config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": vision_folders.QWEN_TEMPLATE}
+    folders.write(folder, "tokenizer_config.json", config)
+    (folder / "chat_template.json").unlink()
+    return folder
+
+
 def gemma_4(folder: Path) -> Path:
     """Gemma's tokens with their merges alone, in tokenizer.json."""
     families.FAMILIES["gemma 2"].build(folder)
@@ -50,6 +63,8 @@ KINDS = {
     "llama 3": lambda folder: byte_level(folder, ignore_merges=True),
     "qwen 2": lambda folder: byte_level(folder, families.QWEN_SPLIT),
     "qwen 3.5": lambda folder: byte_level(folder, families.QWEN_3_5_SPLIT),
+    "qwen vl": lambda folder: qwen_vl(folder, families.QWEN_SPLIT),
+    "qwen 3.5 vl": lambda folder: qwen_vl(folder, families.QWEN_3_5_SPLIT),
     "phi 4": lambda folder: byte_level(folder, behavior="removed"),
     "harmony": lambda folder: folders.harmony(folder, templates.HARMONY, families.O200K_SPLIT),
     "phi 4 mini": lambda folder: byte_level(folder, families.O200K_SPLIT),
@@ -84,6 +99,41 @@ def small_model(folder: Path, kind: str, family: str = "llama", rows: int | None
     ARCHS[family].from_config(config, device="cpu", seed=1).save_pretrained(folder)
     add_tokenizer(folder, kind)
     return folder
+
+
+def with_images(folder: Path, family: str, vision: dict | None = None, dtype=None, **fields) -> Path:
+    """A model of Qwen that reads images, with random weights: blocks, biases and norms far from their initial values.
+
+    Its mean and deviation of pixels differ by colour; the smallest image has one token.
+    """
+    kind = "qwen 3.5 vl" if family.startswith("qwen3_5") else "qwen vl"
+    tokens = {f"{name}_token_id": 420 + at for at, name in IMAGE_TOKENS.items()}
+    fields = {"vocab_size": rows_of(kind), "num_hidden_layers": 3, "max_position_embeddings": 256, **fields}
+    side = 14 if family == "qwen2_vl" else 16
+    sizes = {"patch_size": side} | ({} if side == 14 else {"num_position_embeddings": 16})
+    sizes |= {"deepstack_visual_indexes": [0, 2]} if family.startswith("qwen3_vl") else {}
+    vision = sizes | (vision or {})
+    if kind == "qwen 3.5 vl":
+        kinds = ["linear_attention", "linear_attention", "full_attention"]
+        fields = {"layer_types": kinds, "linear_value_head_dim": 8, **fields}
+    config = (qwen2_vl.tiny if side == 14 else getattr(qwen3_vl, family))(vision, **fields) | tokens
+    model = ARCHS[family].from_config(config, device="cpu", dtype=dtype or torch.float32)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 0.2 if parameter.dim() > 1 else 0.5
+            scale = {"visual.patch_embed.proj": 0.02, "visual.pos_embed": 1.0}.get(name[6:].rpartition(".")[0], scale)
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * scale)
+    model.save_pretrained(folder)
+    add_tokenizer(folder, kind)
+    limits = {"shortest_edge": (2 * side) ** 2, "longest_edge": 4096 * (2 * side) ** 2}
+    processor = {**vision_folders.QWEN3, "size": limits, "patch_size": side, "image_mean": [0.5, 0.25, 0.75]}
+    folders.write(folder, "preprocessor_config.json", {**processor, "image_std": [0.25, 0.5, 0.375]})
+    (folder / "video_preprocessor_config.json").unlink()
+    return folder
+
+
+IMAGE_TOKENS = {3: "vision_start", 4: "vision_end", 5: "image", 6: "video"}
 
 
 def to_gguf(source: Path, target: Path, **options):

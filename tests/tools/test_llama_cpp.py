@@ -1,8 +1,10 @@
-"""Quantised files and LoRA adapters in llama.cpp itself (xllamacpp), against our own model.
+"""Quantised files, LoRA adapters and images in llama.cpp itself (xllamacpp), against our own model.
 
 SmolLM2's weights are those of a released file in Q4_1, dequantised, so no quantisation here meets untouched weights.
 """
 
+import base64
+import io
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ import torch
 import ligermodels
 from ligermodels.training import add_lora, save_adapter
 from tests import llama_cpp, real_files
-from tests.conversion.gguf_files import small_model, to_gguf
+from tests.conversion.gguf_files import small_model, to_gguf, with_images
 from tests.conversion.test_gguf import MODELS, OF_FAMILY
+from tests.vision import folders
 
 pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
@@ -92,3 +95,37 @@ def test_an_adapter(tmp_path, name):
     theirs = logprobs(tmp_path / "base.gguf", ids, 30, tmp_path / "adapter.gguf")
     assert largest_difference(model, ids, theirs) < tolerance
     assert largest_difference(model, ids, plain) > 0.05  # the adapter does something
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.filterwarnings("ignore:.*1 . weight")
+def test_images(tmp_path, family):
+    """llama.cpp takes gelu (tanh), from a table in fp16, for the exact gelu of the mergers.
+
+    The second image has another size than the table of positions. A tower of other blocks, or positions that are not
+    stretched, differ as another image does.
+    """
+    source = with_images(tmp_path / "source", family)
+    model, processor = ligermodels.load(source, progress=False).eval(), ligermodels.Processor.from_hub(source)
+    force = processor.tokenizer.encode("the the", add_special_tokens=False)[-1]
+    text, side = "the <|vision_start|><|image_pad|><|vision_end|> it is", processor.image_processor.factor
+
+    def ours(image):
+        with torch.no_grad():
+            return model(**processor(text, [image])).logits[0, -1].log_softmax(-1)
+
+    images = [folders.draw(rows * side, columns * side) for rows, columns in ((2, 2), (3, 5))]
+    prompts = []
+    for image in images:
+        image.save(data := io.BytesIO(), "PNG")
+        content = base64.b64encode(data.getvalue()).decode()
+        prompts.append({"prompt_string": f"the {llama_cpp.MARKER} it is", "multimodal_data": [content]})
+    requests = [llama_cpp.next_token(prompt, force, 50) for prompt in prompts]
+    for dtype, share in (("fp32", 0.01), ("auto", 0.05)):  # of the tower: fp32, and fp16
+        to_gguf(source, tmp_path / "out.gguf", dtype=dtype, mmproj=True, overwrite=True)
+        answers = llama_cpp.ask(tmp_path / "out.gguf", *requests, mmproj=tmp_path / "mmproj-out.gguf")
+        for image, answer in zip(images, answers, strict=True):
+            theirs, other = llama_cpp.logprobs(answer), ours(folders.draw(image.height, image.width, seed=1))
+            effect = max(abs(float(ours(image)[token] - other[token])) for token in theirs)
+            worst = max(abs(float(ours(image)[token]) - value) for token, value in theirs.items())
+            assert worst < share * effect and effect > 0.1, (dtype, image.size, worst, effect)

@@ -1,9 +1,12 @@
 """GGUF, llama.cpp's one file of weights, configuration and tokenizer.
 
-reader      reads a file as a folder in Hugging Face's layout
+folder      a file, or a text and its vision tower, as a folder in Hugging Face's layout
+reader      reads a file under Hugging Face's names
+pair        reads a text and its vision tower
 output      a file that is planned, quantised, written and compared
 writer      plans the file of a model
 adapter     plans that of a LoRA adapter
+mmproj      plans that of a vision tower
 modelfile   Ollama's Modelfile beside one
 layout      names of tensors, order of rows, changed values
 config      the metadata and config.json

@@ -26,11 +26,11 @@ FAMILIES = {
     "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU), "qwen3_moe": ("qwen3moe", _SILU),
     "qwen3_next": ("qwen3next", _SILU), "qwen3_5_text": ("qwen35", _SILU), "qwen3_5_moe_text": ("qwen35moe", _SILU),
     "phi3": ("phi3", _SILU), "glm4_moe": ("glm4moe", _SILU), "qwen3_vl": ("qwen3vl", _SILU),
-    "qwen3_vl_moe": ("qwen3vlmoe", _SILU), "gpt_oss": ("gpt-oss", _SILU),
+    "qwen3_vl_moe": ("qwen3vlmoe", _SILU), "qwen2_vl": ("qwen2vl", _SILU), "gpt_oss": ("gpt-oss", _SILU),
 }  # fmt: skip
 """{model_type: (llama.cpp's architecture, the names of the activation that llama.cpp computes)}."""
 
-_TEXTS = {"qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}
+_TEXTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}
 """{llama.cpp's architecture of the text of a model that reads images: the model_type that computes the same}."""
 
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -152,8 +152,8 @@ class Metadata:
 
     @property
     def model_type(self) -> str:
-        """As in config.json. A Mistral without a window is read as a Llama, and the text of Qwen3-VL as a Qwen3 or
-        Qwen3-MoE, which compute the same."""
+        """As in config.json. A Mistral without a window is read as a Llama, and the text of Qwen2-VL and Qwen3-VL as a
+        Qwen2, Qwen3 or Qwen3-MoE, which compute the same."""
         if self.arch in _TEXTS:
             return _TEXTS[self.arch]
         if self.arch != "llama":
@@ -369,8 +369,9 @@ def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | fl
         metadata["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
     if kind in _QWEN3_5:
         metadata["rope.dimension_sections"] = [*rope.get("mrope_section", _SECTIONS), 0]
-    if kind in ("qwen3_vl", "qwen3_vl_moe"):
+    if kind in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe"):
         metadata["rope.dimension_sections"] = [*rope["mrope_section"], 0]
+    if kind in ("qwen3_vl", "qwen3_vl_moe"):
         metadata["n_deepstack_layers"] = len(config.vision_config.deepstack_visual_indexes)
     metadata |= {"attention.value_length": config.head_dim, "rope.dimension_count": rotary.dim}
     metadata["rope.freq_base"] = float(rope["rope_theta"])
@@ -458,7 +459,7 @@ def check(model: Any, where: str) -> None:
         warnings.warn(
             f"{where}: llama.cpp ignores the window of {min(windows)} tokens of a {c.model_type}: its output differs "
             "for longer texts. Run it with a context of that size (-c) where this matters.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -1,4 +1,4 @@
-"""Reads a GGUF file as a folder in Hugging Face's layout (`folder_of`), one tensor at a time.
+"""Reads a GGUF file under Hugging Face's names, one tensor at a time.
 
 config.json and the tokenizer's files are made from the metadata. Quantised tensors are dequantised to fp32 by the gguf
 package. The checkpoint has the dtype of the matrices. Vectors, routers and convolutions, which are fp32 in every file,
@@ -15,7 +15,6 @@ import mmap
 import os
 import re
 import struct
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ligermodels.checkpoint.files import GGUF, json_bytes, read_errors
+from ligermodels.checkpoint.files import json_bytes, read_errors
 from ligermodels.checkpoint.gguf import gpt_oss
 from ligermodels.checkpoint.gguf.config import ROPE_TABLES, Metadata, config_of, sizes_of
 from ligermodels.checkpoint.gguf.layout import Layout
@@ -54,34 +53,6 @@ def package() -> Any:
             "  Next: pip install 'ligermodels[gguf]'"
         ) from error
     return gguf
-
-
-def folder_of(path: Path) -> Path:
-    """A folder in Hugging Face's layout for a GGUF file: config.json, the tokenizer's files and a link to the weights.
-
-    It is temporary and made once in a process. Raises CheckpointError, ConfigError, HubError, TokenizerError.
-    """
-    with read_errors(path):
-        path = path.resolve()
-        stat = path.stat()
-    return _folder_of(path, stat.st_mtime_ns, stat.st_size)
-
-
-@functools.cache
-def _folder_of(path: Path, mtime: int, size: int) -> Path:
-    reader = GgufReader(path)
-    root = tempfile.TemporaryDirectory(prefix="ligermodels-gguf-")
-    _roots.append(root)
-    folder = Path(root.name) / path.stem
-    for name, content in reader.files().items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    (folder / GGUF).symlink_to(path)
-    return folder
-
-
-_roots: list[tempfile.TemporaryDirectory[str]] = []
-"""The folders of `folder_of`, which are deleted when the process ends."""
 
 
 class _Stored(NamedTuple):
@@ -204,6 +175,11 @@ class GgufReader:
                 f"{path} holds a LoRA adapter, which llama.cpp adds to the file of its base (--lora).\n"
                 "  Next: here, use the folder that it was converted from."
             )
+        if self._file.metadata.get("general.architecture") == "clip":
+            raise CheckpointError(
+                f"{path} holds a vision tower (mmproj), which is read beside the GGUF file of its text.\n"
+                "  Next: give a folder with these two files."
+            )
         self._metadata = Metadata(self._file.metadata, str(path))
         self._layout = Layout(str(self._metadata.arch), self._metadata.model_type, sizes_of(self._metadata))
         self._stored: dict[str, list[_Stored]] = {}  # the parts of the rows: one, but for a few tensors
@@ -236,6 +212,21 @@ class GgufReader:
         experts = zip(*parts, strict=True)  # one by one: the codes of all take four times their bytes
         each = ([gpt_oss.from_file(part[None])[kind == "scales"] for part in expert] for expert in experts)
         return torch.cat([self._layout.join(weight, expert) for expert in each])
+
+    @property
+    def arch(self) -> str:
+        """llama.cpp's name of the architecture."""
+        return str(self._metadata.arch)
+
+    @property
+    def sections(self) -> list[int]:
+        """How many rotary frequencies take the time, the row and the column of an image's token; [] in other texts."""
+        return self._metadata.items_of("rope.dimension_sections", [])[:3]
+
+    @property
+    def tokens(self) -> list[str]:
+        """The vocabulary; [] without one."""
+        return list(self._file.metadata.get("tokenizer.ggml.tokens", []))
 
     def files(self) -> dict[str, bytes]:
         """config.json, generation_config.json and the tokenizer's files."""

@@ -80,13 +80,13 @@ def add_tokenizer(
     stops = [index for index in tokenizer.chat_stop_ids if index != ids["eos"]]
     ids |= dict(zip(("eot", "eom"), reversed(stops), strict=False))
     if len(stops) > 2:
-        warnings.warn(f"{where}: GGUF has places for three stop ids; {stops[:-2]} are dropped.", stacklevel=4)
+        warnings.warn(f"{where}: GGUF has places for three stop ids; {stops[:-2]} are dropped.", stacklevel=5)
     for kind, index in ids.items():
         if index is not None and index < rows:
             getattr(writer, f"add_{kind}_token_id")(index)
     around = tokenizer.encode("a")
     if writer.arch == "gemma4" and around[:1] != [tokenizer.bos_token_id]:
-        warnings.warn(f"{where}: llama.cpp adds BOS to every text of a Gemma 4; this tokenizer does not.", stacklevel=4)
+        warnings.warn(f"{where}: llama.cpp adds BOS to every text of a Gemma 4; this tokenizer does not.", stacklevel=5)
     writer.add_add_bos_token(around[:1] == [tokenizer.bos_token_id])
     writer.add_add_eos_token(around[-1:] == [tokenizer.eos_token_id])
     if templates := tokenizer.files.templates:
@@ -122,12 +122,12 @@ def _add_tokens(writer: Any, tokenizer: Any, rows: int, where: str) -> bool:
     if "NFC" in normalizers:
         warnings.warn(
             f"{where}: llama.cpp ignores the NFC of tokenizer.json: decomposed characters get other ids.",
-            stacklevel=5,
+            stacklevel=6,
         )
     if tokenizer.vocab_size > rows:
         warnings.warn(
             f"{where}: tokens {rows} to {tokenizer.vocab_size - 1} are dropped: the embedding has no rows for them.",
-            stacklevel=5,
+            stacklevel=6,
         )
     special, text_of = tokenizer.backend.special_ids, tokenizer.backend.id_to_token
     if with_merges:
@@ -184,7 +184,7 @@ def sentencepiece_pieces(data: bytes) -> dict[int, _Piece]:
         elif number == 2 and dict(protobuf_fields(value)).get(3, 1) != 2:
             raise TokenizerError("tokenizer.model is not of sentencepiece's BPE, which alone llama.cpp computes")
         elif number == 3 and dict(protobuf_fields(value)).get(4, 1):
-            warnings.warn("tokenizer.model merges runs of spaces, which llama.cpp does not", stacklevel=6)
+            warnings.warn("tokenizer.model merges runs of spaces, which llama.cpp does not", stacklevel=7)
     return pieces
 
 

@@ -34,7 +34,7 @@ from ligermodels.checkpoint.gguf.reader import package
 from ligermodels.checkpoint.gguf.vocabulary import add_tokenizer
 from ligermodels.errors import ConfigError
 
-_TOWER = "model.visual."
+_TOWER = ("model.visual.", "visual.")
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -94,7 +94,7 @@ def _plan(view: Any, arch: str, dtype: torch.dtype | None, quantised: str | None
         tensors[name] = OutTensor("F32", (len(values),), lambda values=values: [torch.tensor(values)])  # type: ignore[misc]
     groups: dict[str, list[str]] = {}
     for source in view.headers:
-        if source.startswith((_TOWER, *layout.left_out)):
+        if source.startswith((*_TOWER, *layout.left_out)):
             continue
         if not (places := layout.theirs(source)):
             raise ConfigError(f"{view.source}: llama.cpp has no place for {source} in a {config.model_type}")
@@ -152,11 +152,6 @@ def _warn_of_losses(view: Any, arch: str) -> None:
         lost.append(
             "the layer for multi-token prediction (mtp.*) is left out: most builds of llama.cpp read none of it."
         )
-    if any(name.startswith(_TOWER) for name in view.headers):
-        lost.append(
-            f"only the text is written: llama.cpp has the vision tower ({_TOWER}*) in another file, mmproj, which its "
-            "convert_hf_to_gguf.py --mmproj writes."
-        )
     if view.model.config.ropes["full"]["rope_type"] == "longrope":
         lost.append("llama.cpp takes the long or the short frequencies by its context size (-c), not by the text's.")
     if arch == "gpt-oss" and not view.model.config.ropes["full"].get("truncate", True):
@@ -171,7 +166,7 @@ def _warn_of_losses(view: Any, arch: str) -> None:
             "(--modelfile writes them for Ollama)."
         )
     for line in lost:
-        warnings.warn(f"{view.source}: {line}", stacklevel=4)
+        warnings.warn(f"{view.source}: {line}", stacklevel=5)
 
 
 def model_name(src: str | Path, adapter: str | Path | None = None) -> str:
