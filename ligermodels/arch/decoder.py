@@ -25,7 +25,7 @@ from ligermodels.layers.base import Layer
 from ligermodels.layers.batch import NextToken
 from ligermodels.layers.linear import has_hooks
 from ligermodels.layers.parallel import MeshGroup
-from ligermodels.layers.state import KV_CACHE_DTYPES, Cache, State
+from ligermodels.layers.state import KV_CACHE_DTYPES, Cache, State, check_cache_dtype
 from ligermodels.libraries import integration
 from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
 
@@ -260,11 +260,12 @@ class Decoder(BaseModel):
 
         kv_cache_dtype: "fp8" takes half the memory. whole: layers with a window store all tokens too, as the
         source of `Cache.copy_rows_from` must. Raises InputError where it is larger than the device's memory, see
-        `check_cache_size`.
+        `check_cache_size`, and for fp8 on a GPU before Ada.
         """
         kind = "auto" if kv_cache_dtype is None else kv_cache_dtype
         if kind not in KV_CACHE_DTYPES:
             raise InputError(f"kv_cache_dtype={kv_cache_dtype!r:.80} must be one of {', '.join(KV_CACHE_DTYPES)}")
+        check_cache_dtype(kind, self.embed_tokens.weight.device)
         self.check_cache_size(rows, max_length, kind)
         with torch.inference_mode(False):  # the cache may leave the mode
             states = self._new_states(rows, max_length, self.embed_tokens.weight.device, kind, whole)

@@ -215,9 +215,11 @@ def load(
     devices: {one of `quantised_names`: its device}, `device` for the rest. Beyond the quantised weights, a device needs
     memory for one weight, and for the quantised experts of one layer. from_quantized: the checkpoint has quantised
     modules; those that are not quantised there stay so.
-    Raises CheckpointError, also for a weight with NaN or infinity, and InputError for experts that the quantiser would
-    leave as they are, unless its settings name them.
+    Raises CheckpointError, also for a weight with NaN or infinity, and InputError for a device on which the modules
+    cannot compute, and for experts that the quantiser would leave as they are, unless its settings name them.
     """
+    for place in {device, *(devices or {}).values()}:
+        quantizer.check_device(place)
     names = names.found(model, reader.headers)
     chosen: dict[str, nn.Linear | Stacked] = {**linears(model, quantizer), **experts(model, quantizer)}
     boxes = weights.regions(model, names.table)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.kernels.linear.fp8 import OTHER_KINDS, check_e4m3
 from ligermodels.kernels.linear.nf4 import CODE, NESTED_BLOCK
 from ligermodels.kernels.linear.quantized import FORMATS
 from ligermodels.layers.linear import JointProjections
@@ -64,6 +65,9 @@ class Quantizer:
     def default_device(self, device: torch.device) -> torch.device:
         """The model's device if the call names none; `device` is torch's default."""
         return device
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises InputError for a device on which the quantised modules cannot compute."""
 
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
         """The quantised module on `device`; `linear` is on meta, weight and bias may be mapped from a file."""
@@ -413,6 +417,10 @@ class WeightOnly(Quantizer):
     def element(self) -> Any:
         dtypes = importlib.import_module("accelerate.utils").CustomDtype
         return {"int4": dtypes.INT4, "fp8": dtypes.FP8}.get(self.quant_method, torch.int8)
+
+    def check_device(self, device: torch.device) -> None:
+        if self.quant_method == "fp8":
+            check_e4m3(device, 'quantization_config="fp8"', OTHER_KINDS)
 
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
         bias = None if bias is None else bias.to(device, copy=True)

@@ -26,6 +26,7 @@ from ligermodels.kernels._triton import cuda_capability, is_datacenter, triton, 
 from ligermodels.kernels.attention import attention, decode_attention, decode_keys_as_values, rope
 from ligermodels.kernels.experts.experts import experts_of, experts_reference
 from ligermodels.kernels.linear._fp8_quantize import quantize_reference, quantize_rows, quantize_transposed
+from ligermodels.kernels.linear.fp8 import has_e4m3
 from ligermodels.kernels.linear.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2
 from ligermodels.kernels.linear.linear import linears
 from ligermodels.kernels.linear.mxfp4 import quantize_mxfp4
@@ -496,8 +497,8 @@ def judge(name: str, check: Check, device: torch.device) -> Result:
 
 def results(device: torch.device) -> Iterator[Result]:
     for name, check in CHECKS.items():
-        if "fp8" in name and device.type == "cuda" and 0 < cuda_capability(device.index) < 89:
-            continue  # Triton has no e4m3 there
+        if "fp8" in name and not has_e4m3(device):
+            continue
         if name.startswith("to fp8") and device.type == "cpu":
             continue  # the interpreter truncates
         yield judge(name, check, device)

@@ -134,6 +134,7 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
 
     import ligermodels
     from ligermodels.cli import doctor_kernels
+    from ligermodels.layers.state import check_cache_dtype
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -141,6 +142,7 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {device} cannot be used: {reason}. `ligermodels doctor` says what can") from None
+    check_cache_dtype(args.kv_cache_dtype, torch.device(device))
     doctor_kernels.check_once(torch.device(device))
     model = ligermodels.load(
         args.model,

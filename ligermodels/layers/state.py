@@ -246,9 +246,7 @@ class KeyValues(State):
         """What the buffers store of k and v."""
         if not self.is_fp8:
             return [k, v]
-        if k.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(k.device) < (8, 9):
-            name = torch.cuda.get_device_name(k.device)
-            raise InputError(f"kv_cache_dtype='fp8': {name} cannot convert e4m3, GPUs from Ada on can; leave it out")
+        check_cache_dtype("fp8", k.device)  # `move` may have changed the device
         if k.requires_grad or v.requires_grad:
             raise InputError("a KV cache in fp8 has no gradients: use torch.no_grad(), or another kv_cache_dtype")
         (k, k_scales), (v, v_scales) = fp8.quantize_heads(k), fp8.quantize_heads(v)
@@ -260,6 +258,12 @@ class KeyValues(State):
             return stored[0], stored[1]
         k, v = (fp8.dequantize_heads(stored[i].view(fp8.DTYPE), stored[i + 2], dtype) for i in (0, 1))
         return k, v
+
+
+def check_cache_dtype(kind: str, device: torch.device) -> None:
+    """Raises InputError for a KV cache in fp8 on a GPU for which Triton does not compile e4m3."""
+    if kind == "fp8":
+        fp8.check_e4m3(device, "kv_cache_dtype='fp8'", "leave it out: the cache is in the dtype of the model then")
 
 
 def _check_fits(stored: Tensor, k: Tensor) -> None:

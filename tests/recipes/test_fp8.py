@@ -29,11 +29,16 @@ def test_gpus_without_fp8_are_refused(monkeypatch):
         Processes(torch.device("cuda")),
     )
     options = options_of("sft", fp8="rowwise")
-    for capability in (0, 80):
-        monkeypatch.setattr("ligermodels.kernels.linear.fp8_matmul.cuda_capability", lambda index, c=capability: c)
-        with pytest.raises(InputError, match="need Ada, Hopper or later"):
+
+    def has(capability):
+        for module in ("fp8", "fp8_matmul"):
+            monkeypatch.setattr(f"ligermodels.kernels.linear.{module}.cuda_capability", lambda index: capability)
+
+    for capability, message in ((0, "need Ada, Hopper or later"), (80, "e4m3 for 8.9 and later: Ada.*\n  Next: .*nf4")):
+        has(capability)
+        with pytest.raises(InputError, match=message):
             models.check_fp8(options, sketch, processes)
-    monkeypatch.setattr("ligermodels.kernels.linear.fp8_matmul.cuda_capability", lambda index: 90)
+    has(90)
     models.check_fp8(options, sketch, processes)
     odd = Llama.from_config({**TINY, "model_type": "llama", "hidden_size": 40, "head_dim": 10, "intermediate_size": 24},
                             device="meta")  # fmt: skip

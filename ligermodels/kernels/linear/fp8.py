@@ -7,10 +7,27 @@ exact as 4: the rms error is 2.1 % of the keys and 2.4 % of the values of SmolLM
 import torch
 from torch import Tensor
 
-from ligermodels.kernels._triton import tl, triton
+from ligermodels.errors import InputError
+from ligermodels.kernels._triton import cuda_capability, tl, triton
 
 DTYPE, SCALE_DTYPE = torch.float8_e4m3fn, torch.bfloat16
+OTHER_KINDS = 'quantization_config="int8" is as small, "int4" and "nf4" are smaller'
 _TINY = 1e-30  # replaces the maximum of a head of zeros
+
+
+def has_e4m3(device: torch.device) -> bool:
+    """False for NVIDIA's GPUs before Ada (compute capability 8.9), for which Triton does not compile e4m3."""
+    return device.type != "cuda" or not 0 < cuda_capability(device.index) < 89
+
+
+def check_e4m3(device: torch.device, what: str, instead: str) -> None:
+    """Raises InputError unless `has_e4m3`. what: the option that asks for it. instead: the next step."""
+    if not has_e4m3(device):
+        capability = cuda_capability(device.index)
+        raise InputError(
+            f"{what}: {device} has compute capability {capability // 10}.{capability % 10}, and Triton compiles e4m3 "
+            f"for 8.9 and later: Ada, Hopper, Blackwell.\n  Next: {instead}"
+        )
 
 
 def are_scales(scales: tuple[Tensor, Tensor], of: Tensor) -> bool:

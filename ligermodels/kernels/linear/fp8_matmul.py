@@ -35,6 +35,7 @@ from ligermodels.kernels.linear._fp8_quantize import (
     tensor_scale,
     transposed,
 )
+from ligermodels.kernels.linear.fp8 import check_e4m3
 from ligermodels.kernels.linear.fp8_weight import FP8Recipe, FP8Weight, frozen_numbers, quantized_weights
 from ligermodels.kernels.linear.low_bit import LowBitWeight
 
@@ -53,14 +54,11 @@ def check_fp8(weights: Sequence[Any], dtype: torch.dtype, device: torch.device) 
 
 def check_device(device: torch.device) -> None:
     """Raises InputError for a GPU without FP8. The CPU has it, slowly."""
-    if device.type in ("cpu", "meta"):
-        return
-    capability = cuda_capability(device.index) if device.type == "cuda" else 0
-    if capability < 89:
-        what = f"compute capability {capability // 10}.{capability % 10}" if capability else f"{device} is not NVIDIA's"
+    check_e4m3(device, "fp8", "leave it out; adapters also train over a base in 4 bits: nf4")
+    if device.type not in ("cpu", "meta") and (device.type != "cuda" or not cuda_capability(device.index)):
         raise InputError(
-            f"fp8: this GPU has no matrix products in FP8 that we have run ({what}); they need Ada, Hopper or later. "
-            "Leave fp8 out"
+            f"fp8: this GPU has no matrix products in FP8 that we have run ({device} is not NVIDIA's); they need Ada, "
+            "Hopper or later. Leave fp8 out"
         )
 
 

@@ -19,6 +19,7 @@ from ligermodels.kernels._gradients import is_marked
 from ligermodels.kernels._recompute import handle_of, in_transform
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear._gemv import MAX_ROWS, gemv_takes
+from ligermodels.kernels.linear.fp8 import OTHER_KINDS, check_e4m3
 from ligermodels.kernels.linear.fp8_matmul import check_fp8
 from ligermodels.kernels.linear.fp8_weight import FP8Weight
 from ligermodels.kernels.linear.low_bit import LowBitWeight, has_bits
@@ -263,6 +264,8 @@ def check(
                 )
         if type(weight) is FP8Weight:
             check_fp8([weight], cast or dtype, device)
+        elif not isinstance(weight, Tensor) and weight.kind == "fp8":
+            check_e4m3(device, f"{where}: {layer}weight in fp8", OTHER_KINDS)
         if not isinstance(weight, Tensor):
             if bias is None or bias.dtype == (cast or dtype):
                 continue
