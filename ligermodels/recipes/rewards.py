@@ -5,6 +5,9 @@
 Each argument is a list with an entry for each completion: the prompt as in the row, the completion (a text, or, if the
 prompt has messages, [{"role": "assistant", "content": text}]), its ids, and the row's other columns by their names. A
 function may leave out arguments that it does not read. None: this function does not judge the completion.
+
+Of an answer in the harmony format (gpt-oss) the content is the channel "final". The message also has `thinking`, the
+channel "analysis", and `tool_calls`, where there are some: as TRL gives it with its response template of gpt-oss.
 """
 
 import inspect
@@ -72,7 +75,7 @@ class Rewards:
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name != "completion")
         arguments: dict[str, list[Any]] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
         arguments["prompts"] = [prompt.prompt for prompt in prompts]
-        arguments["completions"] = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
+        arguments["completions"] = [[completion.message] for completion in completions] if chat else texts
         arguments["completion_ids"] = [completion.ids for completion in completions]
         numbers = {name: _numbers(name, function, arguments, where) for name, function in self.functions.items()}
         for n, completion in enumerate(completions):

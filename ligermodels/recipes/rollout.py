@@ -30,6 +30,7 @@ from ligermodels.recipes.data.rows import Rows
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.report import say
 from ligermodels.recipes.steps import Metrics, StepBatches, check_ids, on_device
+from ligermodels.text.harmony import PROMPT_END, HarmonyDecoder
 
 OFF: dict[str, Any] = dict.fromkeys(
     ("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens",
@@ -52,6 +53,7 @@ class Prompt(Example):
 class Completion:
     """A sampled completion. ids: end with its stop token, unless it is truncated. rewards: by function.
 
+    text: for people. message: of a chat, what reward functions get of it.
     is_tied: all completions of its prompt have the same reward, so they train nothing. trains: its ids are labels.
     experts: int16 [tokens of prompt and completion but the last, layers, top_k], those that the tokens took, if kept.
     """
@@ -60,6 +62,7 @@ class Completion:
     ids: list[int]
     text: str
     truncated: bool
+    message: dict[str, Any] | None = None
     rewards: dict[str, float | None] = dataclasses.field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
@@ -235,11 +238,22 @@ class Sampling(Recipe):
         )  # fmt: skip
         experts = [taken for _, taken in sampled] if keeps else [None] * len(sampled)
         sampled = [ids for ids, _ in sampled] if keeps else sampled
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled]
-        return [
-            Completion(prompts[n // copies], ids, texts[n], ids[-1] not in stops, experts=experts[n])
-            for n, ids in enumerate(sampled)
-        ]
+        completions = []
+        for n, (ids, taken) in enumerate(zip(sampled, experts, strict=True)):
+            prompt = prompts[n // copies]
+            text, message = self.said(prompt, ids)
+            completions.append(Completion(prompt, ids, text, ids[-1] not in stops, message, experts=taken))
+        return completions
+
+    def said(self, prompt: Prompt, ids: list[int]) -> tuple[str, dict[str, Any]]:
+        """(text, message) of a `Completion`. Of an answer in the harmony format: the text of all messages; the message
+        has the channel "final" as its content."""
+        end = self.tokenizer.encode(PROMPT_END, add_special_tokens=False)
+        if not (self.chat and prompt.ids[-len(end) :] == end):
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            return text, {"role": "assistant", "content": text}
+        decoder = HarmonyDecoder(self.tokenizer)
+        return "".join(map(decoder.put, ids)) + decoder.flush(), decoder.message
 
     def batch_of(self, completions: Sequence[Completion]) -> Batch:
         """The packed batch of these completions."""

@@ -11,14 +11,18 @@ import torch
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
 from ligermodels.processes import Processes
+from ligermodels.recipes import rollout
 from ligermodels.recipes.base import decoder_inputs
 from ligermodels.recipes.data.rows import Rows
 from ligermodels.recipes.grpo import GRPO
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample
+from ligermodels.text import Tokenizer
 from tests.parallel.ranks import one_rank
 from tests.recipes import losses, runs
 from tests.recipes.runs import CHATS, REWARD, completions, metrics, on_two, run, weights, without_newest
+from tests.text.folders import harmony
+from tests.text.templates import HARMONY
 
 CPU = torch.device("cpu")
 
@@ -221,6 +225,39 @@ def test_a_reward_of_messages_gets_messages(byte_level):
     found = recipe.roll_out([Prompt([5], [])], 0)
     assert [one.reward for one in found] == [1, 1]
     assert [one.truncated for one in found] == [one.ids[-1] not in recipe.stop_ids for one in found] == [True, True]
+
+
+def test_rewards_of_answers_with_channels(tmp_path, monkeypatch):
+    """They see the final channel, and the reasoning under a key of its own; files of completions have all."""
+    tokenizer = Tokenizer.from_folder(harmony(tmp_path, HARMONY))
+    answers = [
+        "<|channel|>analysis<|message|>the cat<|end|><|start|>assistant<|channel|>final<|message|>sat<|return|>",
+        "<|channel|>final<|message|>sat on<|return|>",
+        "<|channel|>analysis<|message|>the cat",  # cut
+    ]
+    seen = []
+
+    def reward(completions):
+        seen.extend(completions)
+        return [float(message["content"] == "sat") for (message,) in completions]
+
+    recipe = grpo_of(options_of(num_generations=3), tokenizer, reward)
+    recipe.model = None
+    ids = [tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
+    monkeypatch.setattr(rollout, "sample", lambda *args, **options: ids)
+    row = {"prompt": [{"role": "user", "content": "the cat"}]}
+    assert recipe.check_rows(Rows([row], "", None)) is None
+    found = recipe.roll_out([recipe.process(row)], 0)
+    assert seen == [
+        [{"role": "assistant", "content": "sat", "thinking": "the cat"}],
+        [{"role": "assistant", "content": "sat on"}],
+        [{"role": "assistant", "content": "", "thinking": "the cat"}],
+    ]
+    assert [one.reward for one in found] == [1, 0, 0] and [one.truncated for one in found] == [False, False, True]
+    assert [one.ids for one in found] == ids and found[0].text == "[analysis] the cat\n[final] sat"
+    recipe.chat, recipe.rewards = False, Rewards({"r": lambda completions: [len(text) for text in completions]})
+    (text,) = {one.text for one in recipe.roll_out([recipe.process({"prompt": "the cat"})], 0)[:1]}
+    assert text == "analysisthe catassistantfinalsat"  # after a prompt that is a text, as it is
 
 
 # ---- router replay ----
