@@ -243,7 +243,9 @@ _DELTA_RULES = ("", "+fla", "+tilelang", "+flashqla")
 _SHAPES = {"": (4, 4096), "-16k": (1, 16384), "-32k": (1, 32768)}
 _OURS_AND_PEERS = ("ligermodels", "ligermodels+adamw+in_backward", "hf", "hf+liger")
 CASES: dict[str, Case] = {
-    "llama-1b": Case("llama-3.2-1b", 8, 2048, "none", ("ligermodels", "ligermodels+adamw", "hf", "hf+liger")),
+    "llama-1b": Case(
+        "llama-3.2-1b", 8, 2048, "none", ("ligermodels", "ligermodels+adamw", "hf", "hf+liger", "unsloth")
+    ),
     "llama-1b-small": Case(
         "llama-3.2-1b", 1, 1024, "none",
         ("ligermodels", "ligermodels+captured", "ligermodels+adamw+captured", "hf", "hf+liger", "hf+compile"), steps=20,
@@ -251,14 +253,16 @@ CASES: dict[str, Case] = {
     "llama-8b": Case("llama-3.1-8b", 4, 4096, "block", _OURS_AND_PEERS),
     "llama-8b-lora": Case(
         "llama-3.1-8b", 4, 4096, "none",
-        ("ligermodels+lora", "ligermodels+lora:mlp", "ligermodels+lora:block", "hf+liger+lora:block", "hf+liger+lora"),
+        ("ligermodels+lora", "ligermodels+lora:mlp", "ligermodels+lora:block", "hf+liger+lora:block", "hf+liger+lora",
+         "unsloth+lora", "unsloth+lora:block", "unsloth+offload+lora:block"),
     ),
     "llama-8b-lora-small": Case(
         "llama-3.1-8b", 1, 2048, "none", ("ligermodels+lora", "ligermodels+lora+captured", "hf+lora", "hf+liger+lora"),
     ),
     "llama-8b-qlora": Case(
         "llama-3.1-8b", 1, 2048, "none",
-        ("ligermodels+nf4", "ligermodels+nf4:block", "hf+nf4", "hf+liger+nf4", "hf+liger+nf4:block"),
+        ("ligermodels+nf4", "ligermodels+nf4:block", "hf+nf4", "hf+liger+nf4", "hf+liger+nf4:block", "unsloth+nf4",
+         "unsloth+nf4:block"),
     ),
     "llama-8b-fp8": Case(
         "llama-3.1-8b", 4, 4096, "none",
@@ -333,7 +337,9 @@ CASES: dict[str, Case] = {
     ),
     "qwen3.5-9b-lora": Case(
         "qwen3.5-9b", 4, 4096, "block",
-        ("ligermodels+lora", "ligermodels+lora:mlp", *(f"hf{rule}+liger+lora" for rule in _DELTA_RULES)), steps=5,
+        ("ligermodels+lora", "ligermodels+lora:mlp", *(f"hf{rule}+liger+lora" for rule in _DELTA_RULES),
+         "unsloth+lora", "unsloth+offload+lora"),
+        steps=5,
     ),
     "qwen3.5-4b-lora": Case(
         "qwen3.5-4b", 1, 8192, "none",

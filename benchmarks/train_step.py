@@ -11,12 +11,16 @@ backward), +captured (the step is one CUDA graph), +in_place (micro-batches add 
 (what is saved for backward goes to the host), and +rowwise, +tensorwise or +rowwise_bf16_dw (products in FP8 by that
 recipe), or `hf`, which is transformers, with any of +liger, +compile, and +ao_rowwise, +ao_tensorwise or
 +ao_rowwise_with_gw_hp (torchao's FP8); with +flex its attention is flex_attention. Its gated delta rule is PyTorch's,
-or with +fla that of fla in Triton, with +tilelang in Triton and TileLang, with +flashqla FlashQLA's. Either takes
-+lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the same on a model in 4 bits (QLoRA): ours
-by `load_adapter`, or with +peft by PEFT, theirs by PEFT and bitsandbytes, from one file that PEFT wrote. +mxfp4 is ours
-over experts in MXFP4, and the rest in bf16; +lora+fp8 over a base in FP8. Around theirs PEFT runs as in TRL: under
-autocast to bf16, adapters in fp32; on 4 bits bf16. Recomputation other than the case's stands after a colon:
-`ligermodels:mlp`, `hf+liger:none`, `ligermodels:block*27`, which is that of the first 27 blocks.
+or with +fla that of fla in Triton, with +tilelang in Triton and TileLang, with +flashqla FlashQLA's. Or it is
+`unsloth`, with its own recomputation, `unsloth:block`, whose inputs go to the host with `unsloth+offload:block`; see
+benchmarks/train_unsloth.py.
+
+Each takes +lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the same on a model in 4 bits
+(QLoRA): ours by `load_adapter`, or with +peft by PEFT, `hf`'s by PEFT and bitsandbytes, unsloth's by its own functions,
+from one file that PEFT wrote. +mxfp4 is ours over experts in MXFP4, and the rest in bf16; +lora+fp8 over a base in FP8.
+Around peers PEFT runs as in TRL: under autocast to bf16, adapters in fp32; on 4 bits bf16. Recomputation other than the
+case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`, `ligermodels:block*27`, which is that of the first 27
+blocks.
 
 Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
 checkpoint, which transformers wrote; one that is too large to write is drawn by each, on the device, from seeds that
@@ -48,7 +52,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from benchmarks import harness
+from benchmarks import harness, train_unsloth
 from benchmarks.harness import GIB, Record, Row
 from benchmarks.train_cases import ALPHA, CASES, MODELS, RANK, Case, batches_of, changed, theirs
 
@@ -63,8 +67,9 @@ DELTA_RULES = ("fla", "tilelang", "flashqla")
 OPTIONS = {
     "ligermodels": ("adamw", "in_backward", "captured", "in_place", "offload", "peft", *FP8, *ADAPTERS),
     "hf": ("liger", "compile", "flex", *TORCHAO, *DELTA_RULES, "lora", "nf4"),
+    "unsloth": ("offload", "lora", "nf4"),
 }
-NEEDS_GPU = {"liger", "compile", "flex", "captured", *TORCHAO, *DELTA_RULES}
+NEEDS_GPU = {"unsloth", "liger", "compile", "flex", "captured", *TORCHAO, *DELTA_RULES}
 EXPERTS = "gate_up_proj", "down_proj"
 """Stacked weights of `mlp.experts` in transformers, to which PEFT adds adapters too."""
 UNSCALED = ("gemma4_text",)
@@ -79,12 +84,14 @@ class Settings(Case):
     """A case as it runs: with the options of the command line.
 
     longest: GiB, for the longest sequence in them, of which `least` tokens are tried first. folder: for checkpoints.
+    unsloth_path: the folder of unsloth's packages, or "" if they are installed.
     """
 
     dry: bool = False
     longest: float | None = None
     least: int = 0
     folder: str = ""
+    unsloth_path: str = ""
 
     @property
     def device(self) -> str:
@@ -130,14 +137,17 @@ class Baseline:
         policies = ("none", "block", "mlp") if base == "ligermodels" else ("none", "block")
         recompute, _, blocks = (own or settings.recompute).partition("*")
         fits = base in OPTIONS and set(options) <= set(OPTIONS[base]) and recompute in policies
-        if not fits or (blocks and base == "hf"):
+        if not fits or (blocks and base != "ligermodels"):
             known = "; ".join(f"{base} with any of +{', +'.join(known)}" for base, known in OPTIONS.items())
             raise ValueError(f"unknown baseline {name!r}; known: {known}; and :none, :block, or of ours :mlp after it")
         if len({*options} & {*FP8, *TORCHAO}) > 1 or ("fp8" in options and "lora" not in options):
             raise ValueError(f"{name}: one recipe of FP8, or +lora+fp8")
         found = cls(base, frozenset(options), recompute, int(blocks) if blocks else None)
+        if base == "unsloth" and "offload" in options and recompute != "block":
+            raise ValueError(f"{name}: what unsloth offloads is what it recomputes blocks from: unsloth+offload:block")
         model = MODELS[settings.model]
-        if model.drawn and (found.options & {*FP8} or (found.adapters == "nf4" and not found.ours)):
+        reads = base == "unsloth" or found.options & {*FP8} or (found.adapters == "nf4" and not found.ours)
+        if model.drawn and reads:
             raise ValueError(f"{name}: {settings.model} is drawn and has no checkpoint, which this reads")
         if found.adapters == "nf4" and model.config["model_type"] == "gpt_oss":
             raise ValueError(f"{name}: there is no reference of these experts in NF4, whose order is another on disk")
@@ -154,6 +164,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--least", type=int, default=0, help="tokens that --longest tries first")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a baseline may take")
     parser.add_argument("--scratch", help="where checkpoints are written for the run, e.g. /dev/shm")
+    parser.add_argument(
+        "--unsloth-path", metavar="FOLDER", help="with the packages of unsloth, for its baselines alone"
+    )
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
@@ -182,7 +195,8 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 def settings_of(name: str, options: argparse.Namespace) -> Settings:
     """The case with the options of the command line. Raises ValueError for an unknown baseline."""
-    given = {key: getattr(options, key) for key in ("recompute", "steps", "accumulation", "longest", "least", "dry")}
+    passed = ("recompute", "steps", "accumulation", "longest", "least", "dry", "unsloth_path")
+    given = {key: getattr(options, key) for key in passed}
     if options.dry:
         given |= {"batch": 2, "seq": 64, "steps": 2}
     if options.baselines:
@@ -190,8 +204,11 @@ def settings_of(name: str, options: argparse.Namespace) -> Settings:
     given = {**dataclasses.asdict(CASES[name]), **{key: value for key, value in given.items() if value is not None}}
     settings = Settings(**given)
     named = {baseline: Baseline.of(baseline, settings) for baseline in settings.baselines}
-    if options.dry and not options.baselines:
-        named = {baseline: known for baseline, known in named.items() if not NEEDS_GPU & known.options}
+    left_out = {*(NEEDS_GPU if options.dry else ()), *(() if settings.longest is None else ("unsloth",))}
+    if not options.baselines:
+        named = {name: known for name, known in named.items() if not left_out & {known.base, *known.options}}
+    elif settings.longest is not None and any(known.base == "unsloth" for known in named.values()):
+        raise ValueError("--longest: unsloth cuts off what is longer than the length that it was loaded for")
     return dataclasses.replace(settings, baselines=tuple(named))
 
 
@@ -202,7 +219,9 @@ def measure_case(settings: Settings, timeout: float, rows: list[Row]) -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     for baseline in ("prepare", *settings.baselines):
         job = {"baseline": baseline, **dataclasses.asdict(settings)}
-        row = {"baseline": baseline, **harness.spawn("train_step", job, timeout)}
+        is_unsloth = baseline.startswith("unsloth")
+        variables = train_unsloth.variables(settings.unsloth_path, settings.folder) if is_unsloth else {}
+        row = {"baseline": baseline, **harness.spawn("train_step", job, timeout, **variables)}
         if baseline != "prepare":
             rows.append(row)
             harness.announce(row)
@@ -221,6 +240,10 @@ def work(job: dict[str, Any]) -> Row:
         return {}
     baseline = Baseline.of(name, settings)
     row: Row = {"recompute": baseline.recompute}
+    if baseline.base == "unsloth":
+        if not train_unsloth.is_installed():
+            return {**row, "note": "unsloth is not installed"}
+        row["versions"] = train_unsloth.versions()
     if not baseline.ours and baseline.adapters == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         return {**row, "note": "bitsandbytes is not installed"}
     wrong, row["error / bf16's"] = parity(baseline, settings)
@@ -239,19 +262,20 @@ def work(job: dict[str, Any]) -> Row:
 def choose_delta_rule(options: set[str]) -> None:
     """Lets transformers find the gated delta rule that a baseline names, or none but its own, and fla its backend.
 
-    Before transformers is imported, which looks for fla then.
+    Before transformers is imported, which looks for fla then. unsloth brings its own copy of fla.
     """
     os.environ["FLA_TILELANG"] = str(int("tilelang" in options))
     os.environ["FLA_FLASH_QLA"] = str(int("flashqla" in options))
     if options & {*DELTA_RULES}:
         importlib.import_module("fla.ops.gated_delta_rule")  # transformers would take its own without a word
-    else:
+    elif "unsloth" not in options:
         sys.modules["fla"] = None  # type: ignore[assignment]  # an import raises
 
 
 def build(baseline: Baseline, settings: Settings, folder: Path) -> nn.Module:
     """The baseline's model with the checkpoint's weights in bf16, ready to train."""
-    return (build_ours if baseline.ours else build_theirs)(baseline, settings, folder)
+    builders = {"ligermodels": build_ours, "hf": build_theirs, "unsloth": build_unsloth}
+    return builders[baseline.base](baseline, settings, folder)
 
 
 def build_ours(baseline: Baseline, settings: Settings, folder: Path) -> nn.Module:
@@ -322,6 +346,15 @@ def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Mod
     if "compile" in baseline.options:
         model.compile(dynamic=False)
     return model
+
+
+def build_unsloth(baseline: Baseline, settings: Settings, folder: Path) -> nn.Module:
+    checkpointing = "unsloth" if "offload" in baseline.options else baseline.recompute == "block"
+    model = train_unsloth.load(
+        folder, settings.config, adapters_of(folder) if baseline.adapters else None, baseline.adapters == "nf4",
+        settings.seq, checkpointing, settings.device,
+    )  # fmt: skip
+    return as_trl_runs(model, settings) if baseline.adapters else model.train()
 
 
 def as_trl_runs(model: nn.Module, settings: Settings) -> nn.Module:
@@ -632,7 +665,7 @@ def probe(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     norms = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
     logits = output.get("logits")
-    if logits is None:  # a fused loss does not make them
+    if not isinstance(logits, Tensor) or not logits.numel():  # a fused loss does not make them
         with torch.no_grad():
             logits = model(**{name: x for name, x in inputs.items() if name != "labels"}, use_cache=False).logits
     logits = logits[:, -PARITY_LOGITS:].detach().to(torch.float32, copy=True)  # a view would hold them all
@@ -664,13 +697,13 @@ def typical_error(logits: Tensor, exact: Tensor) -> float:
 
 
 def compare_first_steps(rows: Sequence[Row], settings: Case) -> None:
-    """Compares step 1 at full depth with that of the plainest peer that trains the same parameters.
+    """Compares step 1 at full depth with that of the plainest `hf` that trains the same parameters.
 
     Both have the same weights and batch. A row that does not agree loses its figures and gets a note.
     """
     timed = [(Baseline.of(row["baseline"], settings), row) for row in rows if "losses" in row]
     for baseline, row in timed:
-        peers = [(peer.options, x) for peer, x in timed if not peer.ours and peer.adapters == baseline.adapters]
+        peers = [(peer.options, x) for peer, x in timed if peer.base == "hf" and peer.adapters == baseline.adapters]
         if not peers:
             continue
         _, reference = min(peers, key=lambda found: len(found[0]))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import importlib.machinery
 import inspect
 import json
 import os
@@ -26,6 +27,7 @@ from benchmarks import (
     load,
     quantized,
     train_step,
+    train_unsloth,
 )
 from benchmarks.train_cases import CASES, MODELS, ours
 from ligermodels.checkpoint.weights import named_weights
@@ -277,7 +279,112 @@ def test_a_peer_has_the_delta_rule_that_it_names(monkeypatch):
         importlib.import_module("fla.ops.gated_delta_rule.chunk")
 
 
-@pytest.mark.parametrize("name", ["hf+nf4", "hf+captured", "trl", "ligermodels:all"])
+@pytest.fixture
+def unsloth(monkeypatch):
+    """A package of that name, which needs no GPU: transformers and PEFT by unsloth's functions. `calls` has what they
+    were given."""
+    pytest.importorskip("peft")
+    calls = []
+
+    class FastLanguageModel:
+        @staticmethod
+        def from_pretrained(name, *, dtype, device_map, full_finetuning, **options):
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+
+            calls.append({"full_finetuning": full_finetuning, **options})
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device_map[""]), tokenizer
+
+        @staticmethod
+        def get_peft_model(model, *, use_gradient_checkpointing, **options):
+            from peft import LoraConfig, get_peft_model
+
+            calls.append({"use_gradient_checkpointing": use_gradient_checkpointing, **options})
+            return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+
+        @staticmethod
+        def for_training(model, use_gradient_checkpointing):
+            model.train()
+
+    package = types.ModuleType("unsloth")
+    package.__spec__ = importlib.machinery.ModuleSpec("unsloth", None)
+    package.FastLanguageModel = FastLanguageModel
+    package.calls = calls
+    monkeypatch.setitem(sys.modules, "unsloth", package)
+    monkeypatch.setitem(sys.modules, "fla", None)  # as choose_delta_rule leaves it
+    return package
+
+
+@pytest.mark.parametrize("case", ["llama-1b", "llama-8b-lora", "qwen3.5-9b-lora"])
+def test_unsloth_trains_the_weights_or_adapters_of_the_others(case, unsloth, run, in_this_process):
+    names = {"llama-1b": "unsloth,hf"}.get(case, "unsloth+lora:none,hf+lora:none")
+    code, record, _ = run(train_step, "--case", case, "--baselines", names)
+    unsloths, theirs = next(rows for title, rows in record.items() if title.startswith(case))
+    assert code == 0 and unsloths["losses"] == theirs["losses"]
+    assert unsloths["first gradient norm"] == theirs["first gradient norm"]
+    loaded = [call for call in unsloth.calls if "full_finetuning" in call]
+    assert {call["full_finetuning"] for call in loaded} == {case == "llama-1b"}
+    assert {call["max_seq_length"] for call in loaded} == {64}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"r": 8}, "loading state_dict"),
+        ({"target_modules": ["q_proj"]}, "the file has"),
+        ({"lora_alpha": 8}, "logits err"),
+    ],
+)
+def test_other_adapters_than_the_file_s_get_no_figures(change, says, unsloth, run, in_this_process, monkeypatch):
+    make = unsloth.FastLanguageModel.get_peft_model
+    monkeypatch.setattr(
+        unsloth.FastLanguageModel, "get_peft_model", lambda model, **given: make(model, **{**given, **change})
+    )
+    code, record, _ = run(train_step, "--case", "llama-8b-lora", "--baselines", "unsloth+lora")
+    (row,) = next(rows for title, rows in record.items() if title.startswith("llama-8b-lora"))
+    assert code == 0 and says in row["note"] and "tokens/s" not in row
+
+
+def test_unsloth_that_loads_no_weight_in_4_bits_gets_no_figures(unsloth, run, in_this_process):
+    _, record, _ = run(train_step, "--case", "llama-8b-qlora", "--baselines", "unsloth+nf4")
+    (row,) = next(rows for title, rows in record.items() if title.startswith("llama-8b-qlora"))
+    assert "no weight in 4 bits" in row["note"] or "bitsandbytes is not installed" in row["note"]
+
+
+def test_unsloth_is_on_the_path_of_its_own_process_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", "/here")
+    known = train_unsloth.variables("/there", str(tmp_path))
+    assert known["PYTHONPATH"] == f"/there{os.pathsep}/here" and known["HF_HUB_OFFLINE"] == "1"
+    assert known["UNSLOTH_COMPILE_LOCATION"].startswith(str(tmp_path))
+    seen = {}
+
+    def spawn(module, job, timeout, **variables):
+        seen[job["baseline"]] = variables
+        return {}
+
+    monkeypatch.setattr(harness, "spawn", spawn)
+    names = "hf+lora,unsloth+lora,unsloth+offload+lora:block"
+    train_step.main(["--dry", "--case", "llama-8b-lora", "--baselines", names, "--unsloth-path", "/there"])
+    assert seen.pop("prepare") == seen.pop("hf+lora") == {}
+    assert len(seen) == 2 and all(variables["PYTHONPATH"].startswith("/there") for variables in seen.values())
+
+
+def test_what_is_not_installed_is_a_note(run, in_this_process, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "unsloth" else find_spec(name))
+    code, record, _ = run(train_step, "--case", "llama-1b", "--baselines", "ligermodels,unsloth")
+    ours, theirs = next(rows for title, rows in record.items() if title.startswith("llama-1b"))
+    assert code == 0 and ours["tokens/s"] > 0 and theirs["note"] == "unsloth is not installed"
+
+
+def test_unsloth_does_not_search_the_longest_sequence(capsys):
+    options = ["--dry", "--longest", "1", "--case", "llama-1b"]
+    with pytest.raises(SystemExit):
+        train_step.main([*options, "--baselines", "unsloth"])
+    assert "--longest: unsloth cuts off" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["hf+nf4", "hf+captured", "trl", "ligermodels:all", "unsloth+offload", "unsloth+nf4"])
 def test_what_cannot_be_measured_is_refused(name, capsys):
     with pytest.raises(SystemExit):
         train_step.main(["--dry", "--case", "llama-70b-qlora", "--baselines", name])

@@ -132,7 +132,7 @@ def baseline_name(row: Measurement) -> str:
     if row.kind in ("decode", "drafted", "first token"):
         return _GENERATION.get(row.baseline, row.baseline)
     base, *options = row.baseline.split("+")
-    if base == "ligermodels":
+    if base in ("ligermodels", "unsloth"):
         adamw = ["our AdamW in the backward" if "in_backward" in options else "our AdamW"] if "adamw" in options else []
         return ", ".join([base, *adamw, *(_OPTIONS[name] for name in options if name in _OPTIONS)])
     known = list(_PEERS)
