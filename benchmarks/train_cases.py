@@ -6,6 +6,7 @@ change the last two: see `benchmarks.train_step --help`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +97,11 @@ _LLAMA_1B = dict(
     num_attention_heads=32, num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, hidden_act="silu",
     max_position_embeddings=131072, rope_theta=5e5, rope_scaling=_LLAMA_ROPE, tie_word_embeddings=True,
     bos_token_id=128000, eos_token_id=128001,
+)  # fmt: skip
+_SMOLLM2_135M = dict(
+    model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+    num_attention_heads=9, num_key_value_heads=3, head_dim=64, rms_norm_eps=1e-5, hidden_act="silu",
+    max_position_embeddings=8192, rope_theta=1e5, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 _LLAMA_8B = {
     **_LLAMA_1B, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
@@ -207,6 +213,7 @@ _MIXTURE = dict[str, Any](  # a token takes all experts of the dry run: in bf16 
 )
 
 MODELS: dict[str, Model] = {
+    "smollm2-135m": Model(_SMOLLM2_135M, tiny={**_TINY, "head_dim": 16}),
     "llama-3.2-1b": Model(_LLAMA_1B, tiny={**_TINY, "head_dim": 16}),
     "llama-3.1-8b": Model(_LLAMA_8B, tiny={**_TINY, "head_dim": 16}),
     "llama-3.1-70b": Model(_LLAMA_70B, tiny={**_TINY, "head_dim": 16}, drawn=True),
@@ -355,3 +362,22 @@ def batches_of(config: Mapping[str, Any], steps: int, batch: int, seq: int, devi
     ids = torch.randint(config["vocab_size"], (steps, batch, seq), generator=torch.Generator().manual_seed(seed))
     ids = ids.masked_fill(ids == config.get("pad_token_id", -1), config["bos_token_id"]).to(device)
     return [{"input_ids": rows, "labels": rows} for rows in ids]
+
+
+def write_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes a tokenizer of one word per id beside a checkpoint without one: some tools load no model without it."""
+    if (folder / "tokenizer.json").exists():
+        return
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(config["vocab_size"])}
+    pad = config["vocab_size"] - 1 if config.get("pad_token_id") is None else config["pad_token_id"]
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w3", pad_token=f"w{pad}",
+        bos_token=f"w{config['bos_token_id']}", eos_token=f"w{config['eos_token_id']}",
+    ).save_pretrained(folder)  # fmt: skip

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.train_cases import write_tokenizer
+
 PACKAGES = ("unsloth", "unsloth_zoo", "trl", "xformers")
 
 
@@ -95,19 +97,3 @@ def fill_adapters(model: nn.Module, adapters: Path) -> None:
             f"unsloth trains {filled} tensors of adapters, the file has {len(values)}; "
             f"missing {missing[:3]}, unexpected {result.unexpected_keys[:3]}"
         )
-
-
-def write_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
-    """Writes a tokenizer of one word per id beside a checkpoint without one: unsloth loads no model without it."""
-    if (folder / "tokenizer.json").exists():
-        return
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{index}": index for index in range(config["vocab_size"])}
-    pad = config["vocab_size"] - 1 if config.get("pad_token_id") is None else config["pad_token_id"]
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w3")), unk_token="w3", pad_token=f"w{pad}",
-        bos_token=f"w{config['bos_token_id']}", eos_token=f"w{config['eos_token_id']}",
-    ).save_pretrained(folder)  # fmt: skip

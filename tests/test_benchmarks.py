@@ -26,6 +26,7 @@ from benchmarks import (
     kernels as kernel_benchmark,
     load,
     quantized,
+    train_command,
     train_step,
     train_unsloth,
 )
@@ -37,6 +38,7 @@ from tests.parallel.ranks import results_of_ranks
 
 RESULTS = sorted((harness.ROOT / "benchmarks" / "results").rglob("*.json"))
 PARAMETERS = {
+    "smollm2-135m": 134_515_008,
     "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496,
     "gemma-2-2b": 2_614_341_888, "qwen2-1.5b": 1_543_714_304, "phi-3-mini": 3_821_079_552,
     "qwen3.5-4b": 4_205_751_296, "qwen3.5-9b": 8_953_803_264,
@@ -523,6 +525,42 @@ def test_several_ranks_rollouts_and_quantised_matmuls_are_measured(module, argum
 def test_more_of_several_ranks_is_measured(module, arguments, run, in_forks):
     code, record, _ = run(module, *arguments)
     assert code == 0 and not any("note" in row for row in record["rows"])
+
+
+@slow
+def test_runs_of_the_command_are_measured_beside_trl_s(run, in_this_process):
+    for package in ("trl", "peft", "datasets"):
+        pytest.importorskip(package)
+    code, record, _ = run(train_command, "--case", "llama-3.2-1b:1", "--baselines", "ligermodels,trl,trl+liger")
+    assert code == 0 and [row["baseline"] for row in record["runs"]] == ["ligermodels", "trl"] * 2
+    # the same rows, in the same order, from the same weights
+    for mine, theirs in zip(record["runs"][::2], record["runs"][1::2], strict=True):
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-5) and len(mine["losses"]) == 4
+        assert mine["gradient norms"] == pytest.approx(theirs["gradient norms"], rel=1e-4)
+        assert mine["mean tokens/s"] > 0 and theirs["ours is"].endswith("x")
+
+
+def test_a_run_of_the_command_that_begins_otherwise_than_trl_s_gets_no_figures(monkeypatch, run):
+    norms = {"ligermodels": 1.02, "trl+liger": 1.00001, "trl": 1.0}
+
+    def spawn(module, job, *given, **named):
+        return {"tokens/s": 2.0, "mean tokens/s": 2.0, "losses": [6.0], "gradient norms": [norms[job["baseline"]]]}
+
+    monkeypatch.setattr(harness, "spawn", spawn)
+    monkeypatch.setattr(train_command, "write_model", lambda folder, *given: folder.mkdir())
+    monkeypatch.setattr(train_command, "write_rows", lambda *given: None)
+    monkeypatch.setattr(train_command, "NEEDS_GPU", set())
+    code, record, printed = run(train_command, "--trained", "full", "--case", "llama-3.2-1b:64", "--baselines",
+                                "ligermodels,trl,trl+liger")  # fmt: skip
+    assert code == 1 and [("tokens/s" in row) for row in record["runs"]] == [False, True, True]
+    assert "RED: llama-3.2-1b, full, ligermodels: gradient norms of step 1: 1.02, TRL has 1" in printed
+
+
+@pytest.mark.parametrize("options", [["--baselines", "trl+capture"], ["--case", "gpt-2:64"]])
+def test_a_run_that_is_not_known_is_refused(options, capsys):
+    with pytest.raises(SystemExit):
+        train_command.main(["--dry", *options])
+    assert options[1].partition(":")[0] in capsys.readouterr().err
 
 
 def test_sides_that_train_differently_get_no_figures(monkeypatch, run):
