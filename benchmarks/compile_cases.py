@@ -352,6 +352,11 @@ def optimizer() -> None:
     adamw(*state, frozen(4096, 4096, dtype=torch.int16), step=3, **options)
     adamw(*state, step=3, factor=frozen(1, dtype=FP32), **options)
     adamw(*(frozen(4096, 4096, dtype=FP32) for _ in range(4)), step=3, **options)
+    moments = [frozen(4096, 4096, dtype=torch.uint8) for _ in range(2)]
+    exponents = frozen(4096, 64, dtype=torch.uint8), frozen(4096, 64, dtype=torch.uint8)
+    for dtype in (BF16, FP32):
+        adamw(*(frozen(4096, 4096, dtype=dtype) for _ in range(2)), *moments, None, exponents, step=3, **options)
+    adamw(*state[:2], *moments, frozen(4096, 4096, dtype=torch.int16), exponents, step=3, **options)
 
 
 CASES: dict[str, Callable[[], None]] = {

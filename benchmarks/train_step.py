@@ -7,13 +7,13 @@
     python -m benchmarks.train_step --case gemma-2-2b --dry
 
 A baseline is `ligermodels` with any of +adamw (our AdamW in place of torch's), +in_backward (our AdamW, stepping in the
-backward), +captured (the step is one CUDA graph), +in_place (micro-batches add to the gradients in the GEMM), +offload
-(what is saved for backward goes to the host), and +rowwise, +tensorwise or +rowwise_bf16_dw (products in FP8 by that
-recipe), or `hf`, which is transformers, with any of +liger, +compile, and +ao_rowwise, +ao_tensorwise or
-+ao_rowwise_with_gw_hp (torchao's FP8); with +flex its attention is flex_attention. Its gated delta rule is PyTorch's,
-or with +fla that of fla in Triton, with +tilelang in Triton and TileLang, with +flashqla FlashQLA's. Or it is
-`unsloth`, with its own recomputation, `unsloth:block`, whose inputs go to the host with `unsloth+offload:block`; see
-benchmarks/train_unsloth.py.
+backward), +8bit_moments (of our AdamW), +captured (the step is one CUDA graph), +in_place (micro-batches add to the
+gradients in the GEMM), +offload (what is saved for backward goes to the host), and +rowwise, +tensorwise or
++rowwise_bf16_dw (products in FP8 by that recipe), or `hf`, which is transformers, with any of +liger, +compile, and
++ao_rowwise, +ao_tensorwise or +ao_rowwise_with_gw_hp (torchao's FP8); with +flex its attention is flex_attention. Its
+gated delta rule is PyTorch's, or with +fla that of fla in Triton, with +tilelang in Triton and TileLang, with +flashqla
+FlashQLA's. Or it is `unsloth`, with its own recomputation, `unsloth:block`, whose inputs go to the host with
+`unsloth+offload:block`; see benchmarks/train_unsloth.py.
 
 Each takes +lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the same on a model in 4 bits
 (QLoRA): ours by `load_adapter`, or with +peft by PEFT, `hf`'s by PEFT and bitsandbytes, unsloth's by its own functions,
@@ -65,7 +65,7 @@ FP8_FACTOR = 32
 where the inputs of a bf16 product are exact: 1.4 times that; and a quarter more for the gradients in e5m2."""
 DELTA_RULES = ("fla", "tilelang", "flashqla")
 OPTIONS = {
-    "ligermodels": ("adamw", "in_backward", "captured", "in_place", "offload", "peft", *FP8, *ADAPTERS),
+    "ligermodels": ("adamw", "in_backward", "8bit_moments", "captured", "in_place", "offload", "peft", *FP8, *ADAPTERS),
     "hf": ("liger", "compile", "flex", *TORCHAO, *DELTA_RULES, "lora", "nf4"),
     "unsloth": ("offload", "lora", "nf4"),
 }
@@ -448,10 +448,12 @@ def optimizer_of(baseline: Baseline, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW on what is trained, with states in the weights' dtype."""
     captured, in_backward = "captured" in baseline.options, "in_backward" in baseline.options
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if in_backward or "adamw" in baseline.options:
+    moments = torch.uint8 if "8bit_moments" in baseline.options else None
+    if in_backward or moments or "adamw" in baseline.options:
         from ligermodels.training import AdamW
 
-        return AdamW(trained, lr=LEARNING_RATE, step_in_backward=in_backward, capturable=captured)
+        options = dict(step_in_backward=in_backward, capturable=captured, state_dtype=moments)
+        return AdamW(trained, lr=LEARNING_RATE, **options)
     return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True, capturable=captured)
 
 
@@ -723,12 +725,15 @@ def first_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
 
     The gradients are gone by then, where they are stepped on in the backward, or lie in a graph's memory.
     """
-    norms = [
-        optimizer.state[p]["exp_avg"].float().norm() / (1 - group["betas"][0])
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if "exp_avg" in optimizer.state[p]
-    ]
+    norms = []
+    for group in optimizer.param_groups:
+        for state in (optimizer.state[p] for p in group["params"] if "exp_avg" in optimizer.state[p]):
+            moment = state["exp_avg"]
+            if moment.dtype == torch.uint8:
+                from ligermodels.kernels.optimizer import eight_bits
+
+                moment = eight_bits.decode(moment, state["exp_avg_exponents"], eight_bits.MOMENT)
+            norms.append(moment.float().norm() / (1 - group["betas"][0]))
     return torch.stack(norms).norm().item()
 
 

@@ -69,6 +69,7 @@ for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
 for name, options in {
     "nearest": dict(rounding="nearest"), "master weights": dict(master_weights=True),
     "master weights, fp32 states": dict(master_weights=True, state_dtype=torch.float32),
+    "master weights, 8 bits": dict(master_weights=True, state_dtype=torch.uint8),
 }.items():  # fmt: skip
     RECIPES[f"ligermodels, bf16, AdamW, {name}"] = Recipe(ours, torch.bfloat16, adamw(**options))
 

@@ -17,7 +17,8 @@ DENSE = ("llama", "qwen2", "qwen3")
 """Families of which every token takes every weight and every layer attends to all tokens before it; MFU is of these."""
 _OPTIONS = {
     "captured": "as one CUDA graph", "capture": "as CUDA graphs",
-    "offload": "block inputs offloaded", "in_place": "gradients in place", "peft": "PEFT's adapters",
+    "8bit_moments": "moments in 8 bits", "offload": "block inputs offloaded",
+    "in_place": "gradients in place", "peft": "PEFT's adapters",
 }  # fmt: skip
 _PEERS = {
     "hf": "transformers", "trl": "TRL", "unsloth": "unsloth", "liger": "Liger", "fla": "fla",

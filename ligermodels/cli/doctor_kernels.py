@@ -34,7 +34,7 @@ from ligermodels.kernels.linear.nf4 import dequantize_nf4_reference, quantize_nf
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand
 from ligermodels.kernels.linear.quantized import dequantize_reference, quantize
 from ligermodels.kernels.loss.argmax import argmax, argmax_reference
-from ligermodels.kernels.optimizer import adamw
+from ligermodels.kernels.optimizer import adamw, eight_bits
 from ligermodels.kernels.recurrent import gated_delta_step
 
 _ALLOWED = 1.5
@@ -312,6 +312,22 @@ def _step_of(op: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
     return run
 
 
+def _step_in_8_bits(op: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
+    """Two steps; weight and decoded moments."""
+    options: Any = dict(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, rounding="nearest")
+
+    def run(weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        codes = [torch.zeros_like(weight, dtype=torch.uint8) for _ in range(2)]
+        shape = eight_bits.exponents_shape(weight.shape)
+        exponents = [torch.zeros(shape, dtype=torch.uint8, device=weight.device) for _ in range(2)]
+        for step in (1, 2):
+            op(weight, grad, *codes, None, tuple(exponents), step=step, **options)
+        moments = map(eight_bits.decode, codes, exponents, (eight_bits.MOMENT, eight_bits.ROOT))
+        return weight, *moments
+
+    return run
+
+
 def _gated_norm(d: Draw) -> Arguments:
     shape = _tokens(d), 4, d.size(128, 16)
     return {"x": d(*shape), "z": d(*shape), "weight": d(shape[2]), "eps": 1e-6}
@@ -433,6 +449,10 @@ CHECKS: dict[str, Check] = {
     ),
     "argmax": Check(argmax, argmax_reference, lambda d: {"logits": _logits(d).detach()[:3]}),
     "adamw": Check(_step_of(adamw.adamw), _step_of(adamw.adamw_reference), _optimizer),
+    "adamw, 8 bits": Check(
+        _step_in_8_bits(adamw.adamw), _step_in_8_bits(adamw.adamw_reference),
+        lambda d: {name: d.data(d.size(300, 7), 128) for name in ("weight", "grad")},
+    ),
 }  # fmt: skip
 
 

@@ -21,7 +21,8 @@ DCP read the model in it. Its keys:
 |                           | GPU, Python's, numpy's                                      |                            |
 
 DCP adds 2 kB per shard of a tensor. Per parameter trained with ligermodels.training.AdamW: 6 bytes for bf16 weights,
-8 with master_weights=True, 12 with fp32 moments too; 12 for fp32 weights. Per frozen parameter: its own size.
+8 with master_weights=True, 12 with fp32 moments too; 12 for fp32 weights; with moments in 8 bits 4, 6 and 6. Per
+frozen parameter: its own size.
 Values that are not tensors are read with weights_only=True, so loading runs no code from a file.
 
 Exact: on the same number of ranks and the same mesh, a resumed run computes the same bits as one that was not
@@ -59,6 +60,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 from ligermodels.checkpoint.dcp import CHECKSUMS, Reader, Writer, cause, checksum, one_process
@@ -408,7 +410,14 @@ class Checkpoints:
                 return x
             if x.shape == like.shape:
                 return torch.empty_like(like, dtype=x.dtype, requires_grad=False)
-            return torch.empty(x.shape, dtype=x.dtype)
+            if not x.dim() or not isinstance(like, DTensor):
+                return torch.empty(x.shape, dtype=x.dtype)
+            # Such as the exponents of a parameter's blocks: sharded as it is. Distributed checkpoints place shards by
+            # this function, too.
+            shape, _ = compute_local_shape_and_global_offset(x.shape, like.device_mesh, like.placements)
+            local = torch.empty(shape, dtype=x.dtype)
+            stride = torch.empty(x.shape, device="meta").stride()
+            return DTensor.from_local(local, like.device_mesh, like.placements, shape=x.shape, stride=stride)
 
         state = {
             index[name]: {key: empty(parameters[name], x) for key, x in entries.items()}

@@ -60,7 +60,10 @@ class Medusa(Recipe):
         states = -(-o.heads * (2 * o.head_layers + 1) * hidden // sizes.blocks)
         saved = dict.fromkeys(sizes.saved, states)
         parameters = sizes.parameters + heads
-        return dataclasses.replace(sizes, parameters=parameters, trained=heads, saved=saved, heads=o.heads)
+        eight_bits = heads if sizes.eight_bits else 0
+        return dataclasses.replace(
+            sizes, parameters=parameters, trained=heads, eight_bits=eight_bits, saved=saved, heads=o.heads
+        )
 
     def load(self, folder: Path, processes: Processes) -> Any:
         """The model with new heads."""

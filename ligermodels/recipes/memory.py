@@ -27,6 +27,7 @@ from torch import nn
 from ligermodels.layers.base import Layer, not_counted, saved_per_token
 from ligermodels.processes import Processes
 from ligermodels.recipes.options import TrainOptions
+from ligermodels.training.adamw import EIGHT_BITS_SIZE, in_eight_bits
 from ligermodels.training.lora import ending, stacked_weights
 from ligermodels.training.muon import matrices_of
 
@@ -50,7 +51,7 @@ class Sizes:
     block: of the largest block. layers: of all blocks. stacked: of the experts among them. unpacked: those of a block
     that are in 16 bits at once where all are in 4. tied: head and embedding are one parameter. frozen: elements of
     another model and of KV caches, in 16 bits (on the CPU in 32). heads: Medusa heads, trained in the dtype of the
-    weights. matrices: what Muon trains.
+    weights. matrices: what Muon trains. eight_bits: what has moments in 8 bits.
     not_counted: classes of modules in the blocks that save something for the backward, and do not say how much.
     """
 
@@ -68,6 +69,7 @@ class Sizes:
     frozen: int = 0
     heads: int = 0
     matrices: int = 0
+    eight_bits: int = 0
     not_counted: tuple[str, ...] = ()
 
     @classmethod
@@ -88,6 +90,9 @@ class Sizes:
             layers=sum(sizes) + (0 if model.mtp is None else max(sizes)),
             vocab=config.vocab_size,
             matrices=sum(weight.numel() for weight in matrices_of(model)) if options.optim == "muon" else 0,
+            eight_bits=sum(p.numel() for p in model.parameters() if p.requires_grad and in_eight_bits(p))
+            if options.optim == "adamw8bit" and not options.lora_r
+            else 0,
             unpacked=max(unpacked(block) for block in blocks),
             tied=bool(config.tie_word_embeddings),
             saved={**saved, "block": config.hidden_size, "again": max(inside["none"])},
@@ -157,6 +162,9 @@ def estimate(
     weights += (4 if (on_cpu and precision == "fp32") or is_fp32 else 2) * (frozen - packed)
     weights += (4 if precision == "fp32" and (on_cpu or gpus > 1) else 2) * sizes.parameters * options.frozen_copies
     states = state * (sizes.trained - sizes.matrices) + _MUON[weight] * sizes.matrices
+    if options.optim == "adamw8bit":  # other moments are in fp32; a bf16 weight may have 16 more bits
+        masters = state % 4
+        states = int((masters + 8) * sizes.trained - (8 - EIGHT_BITS_SIZE) * sizes.eight_bits)
     if keeps_fp8_weights(options, processes):
         weights += sizes.layers - sizes.stacked
     weights, gradients, states = (size // gpus for size in (weights, gradient * sizes.trained, states))

@@ -259,11 +259,12 @@ def make_optimizer(options: TrainOptions, model: Any, processes: Processes) -> A
     if is_muon:
         groups.append(dict(params=matrices, weight_decay=options.weight_decay, muon=True))
     exact = options.precision == "fp32" and processes.device.type == "cuda" and processes.mesh is None
+    moments = torch.uint8 if options.optim == "adamw8bit" else torch.float32 if exact else None
     return (MuonAdamW if is_muon else AdamW)(
         [group for group in groups if group["params"]],
         betas=(options.adam_beta1, options.adam_beta2),
         master_weights=exact or options.precision == "bf16-masters" or bool(options.lora_r),
-        state_dtype=torch.float32 if exact else None,
+        state_dtype=moments,
         max_grad_norm=options.max_grad_norm or math.inf,
         seed=options.seed,
         capturable=options.capture,

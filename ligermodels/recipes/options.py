@@ -98,8 +98,8 @@ class TrainOptions:
     decay: float = free_option(0.2, "wsd: steps of the decay, or a fraction if below 1", least=0)
     final_lr: float = free_option(0.0, "final learning rate, as a fraction of the peak", least=0)
     optim: str = option(
-        "adamw", "muon: torch.optim.Muon for the matrices of blocks, on one GPU, and AdamW for all else",
-        choices=("adamw", "muon"), excludes=("lora_r", "quantize", "capture", "cp", "tp", "dp_replicate"))
+        "adamw", "adamw8bit: AdamW with moments in 8 bits; muon: torch.optim.Muon for the matrices of blocks, on one "
+        "GPU, and AdamW for all else", choices=("adamw", "adamw8bit", "muon"))
     weight_decay: float = option(0.0, "weight decay of matrices; norms and biases have none", least=0)
     adam_beta1: float = option(0.9, "beta1 of AdamW", least=0, below=1)
     adam_beta2: float = option(0.999, "beta2 of AdamW", least=0, below=1)
@@ -190,8 +190,11 @@ class TrainOptions:
             )
         if self.early_stopping_patience and not self.eval_steps:
             raise InputError("early_stopping_patience: eval_steps=0 evaluates at the end alone; give --eval-steps N")
-        if self.optim == "muon" and self.precision == "bf16":
-            raise InputError("optim=muon and precision=bf16: Muon steps fp32 values; give --precision bf16-masters")
+        if self.optim == "muon":
+            for other in changed.keys() & {"lora_r", "quantize", "capture", "cp", "tp", "dp_replicate"}:
+                raise InputError(f"optim=muon and {other}={changed[other]}: give one of the two")
+            if self.precision == "bf16":
+                raise InputError("optim=muon and precision=bf16: Muon steps fp32 values; give --precision bf16-masters")
         if self.batch_tokens is not None and self.max_length and self.batch_tokens < self.sequences * self.max_length:
             raise InputError(
                 f"batch_tokens={self.batch_tokens} is less than an example, {self.sequences} x max_length="

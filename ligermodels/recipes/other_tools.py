@@ -18,7 +18,7 @@ ROWS = {
     "per_device_eval_batch_size, eval_batch_size": "`--batch-tokens`, which evaluations use too",
     "gradient_accumulation_steps": "`--accumulation`: forward passes of a step, of all GPUs together",
     "bf16, fp16, tf32, torch_dtype": "`--precision`: of weights and states of AdamW",
-    "optimizer": "`--optim adamw` or `muon`; `--precision` decides what the states of AdamW take",
+    "optimizer": "`--optim adamw`, `adamw8bit` or `muon`; `--precision` decides what the other states of AdamW take",
     "gradient_checkpointing": "`--activations none`, `mlp` or `block`",
     "use_peft, peft, adapter": "`--lora-r` above 0",
     "load_in_4bit": "`--quantize nf4` with `--lora-r`",

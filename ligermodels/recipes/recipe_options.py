@@ -133,11 +133,15 @@ class MedusaOptions(TrainOptions):
     unsupported = {  # noqa: RUF012
         **dict.fromkeys(("cp", "tp"), "heads are trained under FSDP alone"),
         **dict.fromkeys(("lora_r", "router_bias_rate"), "heads are trained on a frozen model"),
-        "optim": "heads are no matrices of blocks",
     }
     heads: int = option(4, "number of heads; head k predicts the token k + 1 ahead", least=1, group="heads")
     head_layers: int = option(1, "residual blocks of each head", least=0)
     head_decay: float = option(0.8, "the k-th head's loss is weighted by this to the power k", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optim == "muon":
+            raise InputError("optim=muon: heads are no matrices of blocks; leave --optim out")
 
 
 @dataclass(kw_only=True)

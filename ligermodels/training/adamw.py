@@ -15,8 +15,11 @@ Bytes per parameter of weight and states, and bytes that a step moves:
 | bf16    | master_weights=True                            | 8    | 18   | the same weights, moments with noise       |
 | bf16    | master_weights=True, state_dtype=torch.float32 | 12   | 26   | the same bits, for gradients in bf16       |
 | fp32    | any                                            | 12   | 28   |                                            |
+| bf16    | state_dtype=torch.uint8                        | 4    | 10   | the same in the mean, with more noise      |
+| bf16    | master_weights=True, state_dtype=torch.uint8   | 6    | 14   | the same                                   |
+| fp32    | state_dtype=torch.uint8                        | 6    | 16   | the same                                   |
 
-The kernel and what it computes are in ligermodels/kernels/optimizer/adamw.py.
+The kernel and what it computes are in ligermodels/kernels/optimizer/adamw.py, moments in 8 bits in eight_bits.py there.
 """
 
 import math
@@ -30,8 +33,16 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import accumulator, is_capturing
+from ligermodels.kernels.optimizer import eight_bits
 from ligermodels.kernels.optimizer.adamw import ROUNDINGS, UNSHARDED, ShardLayout, adamw, join_master
 
+MIN_8BIT_SIZE = 4096
+"""Elements of the smallest parameter whose moments are stored in 8 bits, as in bitsandbytes."""
+EIGHT_BITS_SIZE = 2 + 2 / eight_bits.BLOCK
+"""Bytes of the two moments of an element in 8 bits."""
+_EIGHT_BITS = {"exp_avg": eight_bits.MOMENT, "exp_avg_sq": eight_bits.ROOT}
+_TENSORS = "exp_avg", "exp_avg_sq", "remainder", "exp_avg_exponents", "exp_avg_sq_exponents"
+"""The states that a step changes, in the order of `adamw`."""
 _STORAGE_OPTIONS = ("rounding", "master_weights", "state_dtype", "capturable")
 """Group options for how numbers are stored; loading a state does not change them."""
 
@@ -44,7 +55,9 @@ class AdamW(torch.optim.Optimizer):
     rounding: of weights and moments in bf16, "stochastic" or "nearest"; other dtypes round to nearest.
     master_weights: bf16 weights are the upper half of fp32 weights (`master(p)`); the lower 16 bits are the state
         "remainder" (typed bf16, since NCCL and gloo carry no int16). Not for fp16 weights.
-    state_dtype: of the moments; None for the weight's.
+    state_dtype: of the moments; None for the weight's. torch.uint8 stores them in 8 bits, and an exponent of each 64
+        elements of the last dim in the states exp_avg_exponents and exp_avg_sq_exponents. Parameters of one dim, of
+        fewer than 4096 elements, or whose last dim is no multiple of 64 then have moments in fp32.
     max_grad_norm: the step scales gradients as clip_grad_norm_(parameters, max_grad_norm) would, with the norm in fp32;
         .grad itself is unchanged. `grad_norm` is the norm of the last step, on the device. inf only measures.
     step_in_backward: each parameter takes its step as soon as its gradient is complete, and .grad becomes None: the
@@ -59,7 +72,8 @@ class AdamW(torch.optim.Optimizer):
     states do not depend on the sharding; with max_grad_norm the last bit of the norm does.
     On the CPU a step takes as long as torch.optim.AdamW's; with stochastic rounding of bf16 about ten times that, for
     the random bits.
-    Raises InputError for options out of range, complex parameters, and sparse gradients.
+    Raises InputError for options out of range, complex parameters, sparse gradients, and moments in 8 bits of a
+    DTensor whose last dim is cut within 64 elements.
     """
 
     def __init__(
@@ -163,12 +177,7 @@ class AdamW(torch.optim.Optimizer):
         remainder = self.state[p].get("remainder") if p in self.state else None
         if remainder is None:
             return p.detach().float()
-        if _is_plain(p):
-            return join_master(p.detach(), remainder.view(torch.int16))
-        from torch.distributed.tensor import DTensor
-
-        shard = join_master(p.detach().to_local(), remainder.to_local().view(torch.int16))  # type: ignore[attr-defined]
-        return DTensor.from_local(shard, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())  # type: ignore[attr-defined]
+        return _sharded_as(p, join_master(_local(p.detach()), _local(remainder).view(torch.int16)), p.shape)
 
     def _update(self, group: dict[str, Any], ready: Sequence[tuple[int, Tensor]], factor: Tensor | None) -> None:
         """The step of parameters of one group, each with its number."""
@@ -189,21 +198,23 @@ class AdamW(torch.optim.Optimizer):
             state, device, plain = self.state[p], p.device, _is_plain(p)
             if capturable and state["step"].device != device:  # the option was set later
                 state["step"] = state["step"].to(device)
-            tensors: Any = (p, _grad(p), state["exp_avg"], state["exp_avg_sq"], state.get("remainder"))
+            tensors: Any = p, _grad(p), *(state.get(key) for key in _TENSORS)
             layout = UNSHARDED
             if not plain:
                 tensors = tuple(None if x is None else x.to_local() for x in tensors)
-                if group["rounding"] == "stochastic" and torch.bfloat16 in (p.dtype, state["exp_avg"].dtype):
+                dtypes = p.dtype, state["exp_avg"].dtype
+                if torch.uint8 in dtypes or (group["rounding"] == "stochastic" and torch.bfloat16 in dtypes):
                     if p not in self._layouts:
                         self._layouts[p] = _layout(p)
                     layout = self._layouts[p]
-            weight, grad, exp_avg, exp_avg_sq, remainder = tensors
+            weight, grad, exp_avg, exp_avg_sq, remainder, *exponents = tensors
             adamw(
                 weight,
                 grad,
                 exp_avg,
                 exp_avg_sq,
                 None if remainder is None else remainder.view(torch.int16),
+                None if exponents[0] is None else (exponents[0], exponents[1]),
                 step=int(state["step"]) if state["step"].is_cpu else state["step"],
                 lr=_number(group["lr"], device),
                 betas=group["betas"],
@@ -279,20 +290,21 @@ class AdamW(torch.optim.Optimizer):
             if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
                 raise InputError("AdamW: the loaded state is Adam's, whose weight decay goes into the moments")
         for key, state in state_dict["state"].items():
-            if state and not {"step", "exp_avg", "exp_avg_sq"} <= set(state):
+            expected = ["step", *_EIGHT_BITS]
+            if getattr(state.get("exp_avg"), "dtype", None) == torch.uint8:
+                expected += [f"{name}_exponents" for name in _EIGHT_BITS]
+            if state and not set(expected) <= set(state):
                 raise InputError(
-                    f"AdamW: the loaded state of parameter {key} has {', '.join(map(str, state))}; expected step, "
-                    "exp_avg and exp_avg_sq. Is it another optimizer's?"
+                    f"AdamW: the loaded state of parameter {key} has {', '.join(map(str, state))}; expected "
+                    f"{', '.join(expected[:-1])} and {expected[-1]}. Is it another optimizer's?"
                 )
 
     def _loaded_state(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter from a loaded one. Raises InputError."""
-        dtype = _moments(p, group)
         where = p.device if group["capturable"] else "cpu"
         loaded = {
             "step": torch.as_tensor(state["step"]).detach().to(where, torch.float32, copy=True),
-            "exp_avg": state["exp_avg"].to(p.device, dtype),
-            "exp_avg_sq": state["exp_avg_sq"].to(p.device, dtype),
+            **_loaded_moments(p, _moments(p, group), state),
         }
         if group["master_weights"] and p.dtype == torch.bfloat16:
             remainder = state.get("remainder", torch.zeros_like(p))
@@ -349,8 +361,8 @@ def _check(group: dict[str, Any]) -> None:
     if dtype is not None:
         group["state_dtype"] = str(dtype).removeprefix("torch.")  # distributed checkpoints cannot store dtypes
         parsed = getattr(torch, group["state_dtype"], None)
-        if not (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
-            wrong = "state_dtype must be a floating dtype, or None"
+        if not (isinstance(parsed, torch.dtype) and (parsed.is_floating_point or parsed == torch.uint8)):
+            wrong = "state_dtype must be a floating dtype, torch.uint8, or None"
     if type(seed) is not int or not 0 <= seed < 2**63:
         wrong = "seed must be an integer from 0 to 2^63 - 1"
     if wrong:
@@ -364,10 +376,21 @@ def _check(group: dict[str, Any]) -> None:
                 f"AdamW: {_name(p)} is fp16, which is not the upper half of an fp32 number: master_weights=True needs "
                 "bf16 weights; or keep them in fp32 under torch.autocast"
             )
+        if _moments(p, group) == torch.uint8 and (width := _local(p).shape[-1]) % eight_bits.BLOCK:
+            raise InputError(
+                f"AdamW: {_name(p)} has shards of {width} columns, and moments in 8 bits are in blocks of "
+                f"{eight_bits.BLOCK}: shard another dim, or leave it in a group with another state_dtype"
+            )
+
+
+def in_eight_bits(p: Tensor) -> bool:
+    """True if state_dtype=torch.uint8 stores the moments of p in 8 bits; those of other parameters are in fp32."""
+    return p.dim() > 1 and p.numel() >= MIN_8BIT_SIZE and p.shape[-1] % eight_bits.BLOCK == 0
 
 
 def _moments(p: Tensor, group: dict[str, Any]) -> torch.dtype:
-    return p.dtype if group["state_dtype"] is None else getattr(torch, group["state_dtype"])
+    dtype = p.dtype if group["state_dtype"] is None else getattr(torch, group["state_dtype"])
+    return accumulator(p.dtype) if dtype == torch.uint8 and not in_eight_bits(p) else dtype
 
 
 def _first_state(p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -380,7 +403,36 @@ def _first_state(p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
     }
     if group["master_weights"] and p.dtype == torch.bfloat16:
         state["remainder"] = torch.zeros_like(p)
+    if dtype == torch.uint8:
+        for name in _EIGHT_BITS:
+            shape = eight_bits.exponents_shape(_local(p).shape)
+            state[f"{name}_exponents"] = _exponents_of(p, torch.zeros(shape, dtype=torch.uint8, device=p.device))
     return state
+
+
+def _exponents_of(p: Tensor, local: Tensor) -> Tensor:
+    """The exponents of all blocks of p, of which this rank has `local`."""
+    return _sharded_as(p, local, eight_bits.exponents_shape(p.shape))
+
+
+def _loaded_moments(p: Tensor, dtype: torch.dtype, state: dict[str, Any]) -> dict[str, Tensor]:
+    """The moments of p in `dtype` from loaded ones of any dtype, with the exponents of those in 8 bits."""
+    loaded: dict[str, Tensor] = {}
+    for name, levels in _EIGHT_BITS.items():
+        moment, exponents, is_root = state[name].to(p.device), None, levels == eight_bits.ROOT
+        if moment.dtype == torch.uint8:
+            exponents = state[f"{name}_exponents"].to(p.device)
+        if moment.dtype != dtype:
+            x = _local(moment)
+            if exponents is not None:
+                x, exponents = eight_bits.decode(x, _local(exponents), levels), None
+                x = x.square() if is_root else x
+            if dtype == torch.uint8:
+                x, blocks = eight_bits.encode(x.sqrt() if is_root else x, levels)
+                exponents = _exponents_of(p, blocks)
+            moment = _sharded_as(p, x.to(dtype), p.shape)
+        loaded |= {name: moment} if exponents is None else {name: moment, f"{name}_exponents": exponents}
+    return loaded
 
 
 def _total_norm(parameters: Sequence[Tensor]) -> Tensor:
@@ -447,6 +499,23 @@ def _number(lr: float | Tensor, device: torch.device) -> float | Tensor:
 
 def _is_plain(p: Tensor) -> bool:
     return type(p) is nn.Parameter or not hasattr(p, "device_mesh")
+
+
+def _local(x: Any) -> Tensor:
+    """This rank's part of a tensor."""
+    return x if _is_plain(x) else x.to_local()
+
+
+def _sharded_as(p: Any, local: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of `shape` of which this rank has `local`, sharded as p is."""
+    if _is_plain(p):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    strides = tuple(_strides(shape))
+    # Moved back, since from_local moves what FSDP2 offloads to the device of the mesh.
+    shape = torch.Size(shape)
+    return DTensor.from_local(local, p.device_mesh, p.placements, shape=shape, stride=strides).to(p.device)
 
 
 def _grad(p: Any) -> Any:

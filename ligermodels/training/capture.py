@@ -18,7 +18,9 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._triton import as_if_capturing
 from ligermodels.layers.moe import mixtures_of
 
-_FROM_ZERO = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder"}
+_FROM_ZERO = {
+    "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "exp_avg_exponents", "exp_avg_sq_exponents",
+}  # fmt: skip
 """States that are 0 before the first step: those of Adam and AdamW, torch's and ours."""
 
 

@@ -192,6 +192,7 @@ OTHER_CALLS: list[tuple[str, Callable]] = [
     ("expected", lambda: quantized.quantize(W[0], "int8")),
     ("contiguous", lambda: quantized.quantize(W, "int8").dequantize(out=torch.empty(16, 8).t())),
     (r"grad torch.bfloat16 \(3,\).* expected floating dtypes of one shape", step(MOMENT[:3])),
+    (r"torch.bfloat16 \(.*expected floating dtypes without exponents, or uint8", step(exponents=(MOMENT, MOMENT))),
     ("supported: stochastic, nearest", step(rounding="up")),
     (r"ShardLayout\(first=0, inner=8, stride=4\); expected", step(layout=adamw.ShardLayout(0, 8, 4))),
     ("give vocab_size", of_a_shard(first_id=60)),

@@ -77,6 +77,20 @@ def a_step_of_adamw(dtype, weight):
     return op, [w, m, v.square(), grad, factor, lr, step], []
 
 
+def a_step_of_adamw_in_8_bits(dtype):
+    w, grad, step = random(80, 64), random(80, 64), torch.zeros((), device="cuda")
+
+    def op(w, grad, step):
+        moments = torch.zeros(2, 80, 64, dtype=torch.uint8, device="cuda")
+        exponents = torch.zeros(2, 80, 1, dtype=torch.uint8, device="cuda")
+        weight, options = w.clone(), dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, seed=9)
+        for t in (1, 2):
+            adamw(weight, grad, *moments, None, tuple(exponents), step=step + t, **options)
+        return weight, moments, exponents
+
+    return op, [w, grad, step], []
+
+
 def parts_of_heads(dtype):
     def op(joint, weight):
         query, gate = joint[..., : 3 * 128].unflatten(-1, (3, 2, 64)).unbind(3)
@@ -104,6 +118,7 @@ CASES = {
         f"adamw of {weight}": (functools.partial(a_step_of_adamw, weight=weight), CAPTURES)
         for weight in (torch.bfloat16, torch.float32, torch.float64)
     },
+    "adamw in 8 bits": (a_step_of_adamw_in_8_bits, CAPTURES),
     "nf4": (dequantised_nf4, COMPILES),
     "parts of heads": (parts_of_heads, ALL),
 }

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ligermodels import CheckpointError, InputError
@@ -36,11 +37,18 @@ def steps_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+IN_BLOCKS = dict(optimizer="8 bits", hidden_size=64, intermediate_size=64)
+"""Of a model some of whose moments are in 8 bits."""
+
+
 @pytest.mark.parametrize(
-    "optimizer, dtype", [("ours", torch.bfloat16), ("master", torch.bfloat16), ("torch", torch.float32)], ids=str
+    "kind",
+    [dict(optimizer="ours"), dict(optimizer="master"), IN_BLOCKS, dict(optimizer="torch", dtype=torch.float32)],
+    ids=lambda kind: kind["optimizer"],
 )
-def test_a_run_that_is_resumed_computes_the_same_bits(tmp_path, optimizer, dtype):
-    run = Run(optimizer, dtype=dtype)
+def test_a_run_that_is_resumed_computes_the_same_bits(tmp_path, kind):
+    kind = {"dtype": torch.bfloat16, **kind}
+    run = Run(**kind)
     with run.checkpoints(tmp_path) as checkpoints:
         assert checkpoints.load() == 0
         for step in range(4):
@@ -48,7 +56,7 @@ def test_a_run_that_is_resumed_computes_the_same_bits(tmp_path, optimizer, dtype
             if step == 1:
                 checkpoints.save(2, wait=False)
         expected = [run.step() for _ in range(2)]
-    other = Run(optimizer, dtype=dtype, seed=1)
+    other = Run(**kind, seed=1)
     assert other.load(tmp_path) == 2
     for _ in range(2):
         other.step()
@@ -359,6 +367,16 @@ def test_bad_calls(tmp_path, good):
 # Several ranks
 
 
+def states(run):
+    """The whole states of the optimizer by their names."""
+    names = {p: name for name, p in run.model.named_parameters()}
+    return {
+        f"{names[p]} {key}": (x.full_tensor() if isinstance(x, DTensor) else x).clone()
+        for p, state in run.optimizer.state.items()
+        for key, x in state.items()
+    }
+
+
 def threads():
     """The names of the threads of this process, by their numbers."""
     return {path.name: (path / "comm").read_text() for path in Path("/proc/self/task").iterdir()}
@@ -392,6 +410,19 @@ def on_two_ranks(folder):
         assert checkpoints.load() == 2
     assert [other.step() for _ in range(2)] == expected, "each rank has its own losses, data and randomness"
     assert same(run.weights(), other.weights())
+
+    # The exponents of blocks are sharded as their weights are.
+    in_blocks = dict(fsdp, **IN_BLOCKS)
+    run = Run(**in_blocks)
+    with run.checkpoints(folder / "in blocks") as checkpoints:
+        run.step()
+        checkpoints.save(1)
+        first, expected = states(run), run.step()
+    if rank == 0:
+        torch.save(first, folder / "blocks.pt")
+    other = Run(**{**in_blocks, "seed": 5})
+    assert other.load(folder / "in blocks") == 1 and same(states(other), first)
+    assert other.step() == expected and same(states(other), states(run))
 
     # What one process saved, on two ranks; and what two in FSDP saved, in DDP on two.
     run = Run(**fsdp)
@@ -471,6 +502,16 @@ def test_what_ranks_saved_is_resumed_by_one_process(saved, saved_by):
     state = run.optimizer.state[run.model.lm_head.weight]
     assert state["step"] == 2 and state["exp_avg"].abs().sum() > 0
     assert same(run.weights(), torch.load(saved / "fsdp.pt"))
+
+
+def test_blocks_that_ranks_saved_are_resumed_by_one_process(saved):
+    run = Run(**IN_BLOCKS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of random states
+        with Checkpoints(saved / "in blocks", run.model, run.optimizer, scheduler=run.scheduler) as checkpoints:
+            assert checkpoints.load() == 1
+    kinds = {x.dtype for x in states(run).values()}
+    assert torch.uint8 in kinds and same(states(run), torch.load(saved / "blocks.pt"))
 
 
 SPLIT = dict(optimizer="torch", vocab_size=98, tie_word_embeddings=False)

@@ -42,6 +42,7 @@ def sharded(model, mesh=None):
 OPTIMIZERS = {
     "ours": lambda p: AdamW(p, lr=1e-2, max_grad_norm=1.0),
     "master": lambda p: AdamW(p, lr=torch.tensor(1e-2), master_weights=True, state_dtype=torch.float32),
+    "8 bits": lambda p: AdamW(p, lr=1e-2, state_dtype=torch.uint8),
     "torch": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
 }

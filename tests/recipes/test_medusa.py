@@ -76,3 +76,7 @@ def test_the_estimate_of_memory():
     need = memory.estimate(sizes, recipe.options, Processes(torch.device("cuda")))
     assert (need["weights"], need["gradients"], need["optimizer"]) == (2 * (base + heads), 2 * heads, 6 * heads)
     assert need["activations and logits"] == 2 * 100 * (3 * 3 * 32 + sizes.vocab)
+    recipe = recipe_of("medusa", **how, optim="adamw8bit")
+    sketch = ligermodels.Llama.from_config({**losses.TINY, "hidden_size": 64}, device="meta")
+    sizes = recipe.memory(memory.Sizes.of(sketch, recipe.options), sketch)
+    assert sizes.eight_bits == sizes.trained > 0

@@ -112,7 +112,7 @@ REFUSED = [  # recipe, a file of options, what is said: each kind of value and r
     ("sft", "optim: muon\nlora_r: 4\nquantize: nf4", "optim=muon and (lora_r=4|quantize=nf4): give one of the two"),
     ("sft", "optim: muon\ntp: 2", "optim=muon and tp=2: give one of the two"),
     ("sft", "optim: muon\nprecision: bf16", "Muon steps fp32 values; give --precision bf16-masters"),
-    ("sft", "optim: adamw_torch", "expected one of adamw, muon; did you mean adamw?"),
+    ("sft", "optim: adamw_torch", "expected one of adamw, adamw8bit, muon; did you mean adamw?"),
     ("sft", "neftune_noise_alpha: 5\ncapture: true", "neftune_noise_alpha=5 and capture=True: give one of the two"),
     ("medusa", "optim: muon", "optim=muon: heads are no matrices of blocks; leave --optim out"),
     ("dpo", "loss_type: hinge\nlabel_smoothing: 0.1", "not defined for loss_type='hinge'"),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ligermodels
 from ligermodels import InputError
@@ -127,6 +128,46 @@ def test_the_memory_of_muon():
             states.append(memory.estimate(sizes, options, processes, precision, activations)["optimizer"])
         assert states[1] - states[0] == difference * matrices
         assert optim == "muon" and memory.choose(sizes, options, processes, 1)[0] == precision  # not bf16
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16-masters", torch.bfloat16), ("bf16", torch.bfloat16)]
+)
+def test_the_memory_of_moments_in_8_bits(precision, dtype):
+    """The plan has the bytes that the states have after a step."""
+    model = losses.model(hidden_size=128).to(dtype)
+    options = options_of(
+        "sft", optim="adamw8bit", precision=precision, activations="none", batch_tokens=64, accumulation=1
+    )
+    optimizer = models.make_optimizer(options, model, Processes())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    held = [x.nbytes for state in optimizer.state.values() for name, x in state.items() if name != "step"]
+    assert {x.dtype for state in optimizer.state.values() for x in state.values()} >= {torch.uint8, torch.float32}
+    sizes, processes = (
+        memory.Sizes.of(model, options),
+        Processes(torch.device("cuda" if "bf16" in precision else "cpu")),
+    )
+    assert memory.estimate(sizes, options, processes)["optimizer"] == sum(held)
+    assert memory.Sizes.of(model, options_of("sft", optim="adamw8bit", lora_r=4)).eight_bits == 0
+
+
+def test_a_run_with_moments_in_8_bits_is_resumed_to_the_bit(home, tmp_path):
+    flags = (*FEW, "--optim", "adamw8bit", "--lr-scheduler-type", "constant_with_warmup")
+    assert train(home, tmp_path / "whole", *flags, "--max-steps", "4") == 0
+    assert train(home, tmp_path / "parts", *flags, "--max-steps", "2") == 0
+    assert train(home, tmp_path / "parts", *flags, "--max-steps", "4", "--resume") == 0
+    assert train(home, tmp_path / "plain", *FEW, "--lr-scheduler-type", "constant_with_warmup", "--max-steps", "4") == 0
+    before = load_file(home / "model" / "model.safetensors")
+    whole, parts, plain = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts", "plain")
+    )
+    assert all(torch.equal(x, parts[name]) for name, x in whole.items())
+    distance, way = (
+        sum((x.double() - y[name].double()).square().sum() for name, x in plain.items()).sqrt() for y in (whole, before)
+    )
+    assert 0 < distance < 0.1 * way
 
 
 class WandB:

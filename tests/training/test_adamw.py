@@ -6,22 +6,25 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ligermodels.checkpoint.weights import same_bits
 from ligermodels.errors import InputError
 from ligermodels.training.adamw import AdamW
 
 BF16 = dict(dtype=torch.bfloat16)
 EXACT = dict(master_weights=True, state_dtype=torch.float32)
+EIGHT_BITS = dict(state_dtype=torch.uint8)
 
 
 class Net(nn.Module):
     """Two blocks under checkpointing between a table and a head that are one parameter, and a weight never used."""
 
-    def __init__(self, device, dtype=torch.float32):
+    def __init__(self, device, dtype=torch.float32, width=6, inner=9):
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Embedding(11, 6)
+        self.table = nn.Embedding(11, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in "12"
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, inner), nn.Tanh(), nn.Linear(inner, width))
+            for _ in "12"
         )
         self.idle = nn.Parameter(torch.ones(3))
         self.to(device, dtype)
@@ -158,14 +161,14 @@ def test_what_a_checkpoint_of_another_run_may_change(device):
             plain.load_state_dict(wrong.state_dict())
 
 
-@pytest.mark.parametrize("capturable", [False, True])
-def test_steps_in_the_backward_are_the_same_steps(device, capturable):
+@pytest.mark.parametrize("options", [{}, dict(capturable=True), EIGHT_BITS], ids=str)
+def test_steps_in_the_backward_are_the_same_steps(device, options):
     ids = batches(device, 3)
-    one, two = Net(device, torch.bfloat16), Net(device, torch.bfloat16)
+    one, two = (Net(device, torch.bfloat16, 64, 64) for _ in "12")
     for model in (one, two):
         model.blocks[0][1].weight.requires_grad_(False)
-    train(one, AdamW(groups(one), 1e-2, capturable=capturable), ids)
-    optimizer = AdamW(groups(two)[:1], 1e-2, step_in_backward=True, capturable=capturable)
+    train(one, AdamW(groups(one), 1e-2, **options), ids)
+    optimizer = AdamW(groups(two)[:1], 1e-2, step_in_backward=True, **options)
     optimizer.add_param_group(groups(two)[1])
     alive = []
     for p in two.parameters():
@@ -224,10 +227,84 @@ def test_closures_and_gradient_scalers(device):
     assert_same(plain, scaled, ulps=8 if device == "cpu" else 2000)
 
 
+def test_which_moments_are_in_eight_bits(device):
+    shapes = {(64, 64): True, (2, 32, 64): True, (63, 64): False, (64, 65): False, (128, 32): False, (4096,): False}
+    params = [nn.Parameter(torch.ones(shape, device=device, **BF16)) for shape in shapes]
+    optimizer = AdamW(params, master_weights=True, **EIGHT_BITS)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for p, expected in zip(params, shapes.values(), strict=True):
+        state = optimizer.state[p]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == (torch.uint8 if expected else torch.float32)
+        assert {name for name in state if "exponents" in name} == (
+            {"exp_avg_exponents", "exp_avg_sq_exponents"} if expected else set()
+        )
+        size = sum(x.nbytes for name, x in state.items() if name != "step") / p.numel()
+        assert size == (4 + 2 / 64 if expected else 10)
+
+
+@pytest.mark.parametrize("options", [{}, dict(master_weights=True), dict(rounding="nearest")], ids=str)
+def test_moments_in_eight_bits_are_resumed_to_the_bit(device, options):
+    model, options = Net(device, torch.bfloat16, 64, 64), {**options, **EIGHT_BITS, "max_grad_norm": 1.0}
+    optimizer = AdamW(groups(model), 1e-2, **options)
+    train(model, optimizer, batches(device, 3))
+    twin, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    other = AdamW(groups(twin), 1.0, **options)
+    other.load_state_dict(state)
+    for one, its in ((model, optimizer), (twin, other)):
+        train(one, its, batches(device, 3, seed=2))
+    assert_same(model, twin)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert all(same_bits(x, other.state[q][name]) for name, x in optimizer.state[p].items())
+
+
+def test_moments_follow_those_in_fp32(device):
+    """Gradients of many sizes, which then shrink: second moments have to decay, by a thousandth a step, and do in the
+    mean. Rounded to nearest they would not."""
+    shape, steps = (40, 128), 1600
+    size = 10.0 ** torch.linspace(-7, 0, shape[0], device=device)[:, None].expand(shape)
+    p, q = (nn.Parameter(torch.zeros(shape, device=device)) for _ in "12")
+    ours, exact = AdamW([p], lr=0.0, **EIGHT_BITS), AdamW([q], lr=0.0)
+    for t in range(steps):
+        p.grad = q.grad = size * (1.0 if t < 100 else 0.1)
+        ours.step(), exact.step()
+    plain = AdamW([p], lr=0.0)
+    plain.load_state_dict(ours.state_dict())
+    for name, spread in (("exp_avg", 0.06), ("exp_avg_sq", 0.2)):
+        ratio = plain.state[p][name] / exact.state[q][name]
+        assert abs(ratio.mean().item() - 1) < 0.03 and ratio.std() < spread, name
+
+
+def test_moments_are_loaded_in_other_dtypes(device):
+    """torch's become codes, each within half a step of the exact number, and those fp32 numbers again."""
+    p = nn.Parameter(torch.randn(64, 64, device=device))
+    p.grad = torch.randn_like(p)
+    theirs = torch.optim.AdamW([p], fused=True)
+    theirs.step()
+    exact, kept = theirs.state[p], AdamW([p], **EIGHT_BITS)
+    kept.load_state_dict(theirs.state_dict())
+    again = AdamW([p])
+    again.load_state_dict(kept.state_dict())
+    assert again.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"} and again.state[p]["step"] == 1
+    assert kept.state[p]["exp_avg"].dtype == torch.uint8 and again.state[p]["exp_avg"].dtype == torch.float32
+    for name, levels in (("exp_avg", 127), ("exp_avg_sq", 255)):
+        x, y = again.state[p][name], exact[name]
+        x, y = (x, y) if levels == 127 else (x.sqrt(), y.sqrt())
+        top = y.abs().view(64, 1, 64).amax(2) * 2  # the power of two is less
+        assert ((x.abs() / top) ** 0.25 - (y.abs() / top) ** 0.25).abs().max() <= 0.5001 / levels
+        assert (x * y >= 0).all() and not torch.equal(x, y)
+    state = kept.state_dict()
+    del state["state"][0]["exp_avg_sq_exponents"]
+    with pytest.raises(InputError, match="expected step, exp_avg, exp_avg_sq, exp_avg_exponents and exp_avg_sq_exp"):
+        again.load_state_dict(state)
+
+
 def test_errors(device):
     p = nn.Parameter(torch.ones(3, device=device))
     for options, message in (
         (dict(lr=-1.0), "lr must be 0 or more"),
+        (dict(state_dtype=torch.int8), "state_dtype must be a floating dtype, torch.uint8, or None"),
         (dict(max_grad_norm=0.0), "max_grad_norm=0.0 must be positive"),
     ):
         with pytest.raises(InputError, match=message):

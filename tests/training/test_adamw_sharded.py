@@ -22,7 +22,11 @@ from tests.parallel.ranks import results_of_ranks
 from tests.parallel.train import CONFIG, sharded as sharded_model
 
 STEPS = 3
-OPTIONS = {"rounded": dict(seed=3), "with masters": dict(master_weights=True)}
+OPTIONS = {
+    "rounded": dict(seed=3),
+    "with masters": dict(master_weights=True),
+    "in 8 bits": dict(state_dtype=torch.uint8, rounding="nearest"),
+}
 
 TWO = [
     ((7, 16), (2,), [Shard(0)]),  # uneven rows, in whole groups of eight
@@ -33,6 +37,8 @@ TWO = [
     ((4, 5), (2,), [Replicate()]),
     ((7, 5), (2, 1), [Replicate(), Shard(0)]),
     ((7, 10), (1, 2), [Shard(0), Shard(1)]),
+    ((65, 64), (2,), [Shard(0)]),  # moments in 8 bits from here on
+    ((33, 128), (2,), [Shard(1)]),
 ]
 """Shapes, meshes and placements."""
 
@@ -42,6 +48,7 @@ FOUR = [
     ((9, 10), (2, 2), [Shard(0), Shard(0)]),
     ((7, 6), (2, 2), [Replicate(), Shard(0)]),
     ((11, 3), (4,), [Shard(0)]),
+    ((3, 17, 128), (2, 2), [Shard(0), Shard(2)]),
 ]
 
 PLANS = [
@@ -49,6 +56,7 @@ PLANS = [
     ((5, 97), Shard(1)),
     ((6,), Replicate()),
     ((3, 2, 10, 8), Shard(2)),
+    ((67, 128), Shard(1)),
 ]
 """Shapes, and their placement by tensor parallelism; FSDP2 shards them further."""
 
@@ -135,6 +143,9 @@ def refused(meshes):
     AdamW([p], rounding="nearest").step()
     with pytest.raises(InputError, match=r"AdamW: (the position of )?a shard of a parameter of shape"):
         AdamW([p]).step()
+    p = nn.Parameter(sharded(torch.ones(64, 64), mesh, [Replicate()] * (mesh.ndim - 1) + [Shard(1)]))
+    with pytest.raises(InputError, match=r"\(64, 64\) has shards of 32 columns, and moments in 8 bits are in blocks"):
+        AdamW([p], state_dtype=torch.uint8)
     return True
 
 

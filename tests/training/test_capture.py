@@ -187,6 +187,7 @@ def as_captured(model):
 OPTIMIZERS = {
     "torch": lambda parameters, lr: torch.optim.AdamW(parameters, lr, fused=True, capturable=True),
     "ours": lambda parameters, lr: AdamW(parameters, lr, capturable=True, max_grad_norm=0.5),
+    "8 bits": lambda parameters, lr: AdamW(parameters, lr, capturable=True, state_dtype=torch.uint8),
     "masters": lambda parameters, lr: AdamW(parameters, lr, capturable=True, master_weights=True),
     "in backward": lambda parameters, lr: AdamW(parameters, lr, capturable=True, step_in_backward=True),
 }
@@ -229,11 +230,12 @@ def test_a_graph_trains_as_the_loop(name, accumulate):
 
 
 @pytest.mark.gpu
-def test_a_graph_never_waits_and_takes_no_more_memory():
+@pytest.mark.parametrize("moments", [None, torch.uint8], ids=str)
+def test_a_graph_never_waits_and_takes_no_more_memory(moments):
     model = windowed()
     step = CapturedStep(
         model,
-        AdamW(model.parameters(), 0.01, capturable=True, max_grad_norm=1.0),
+        AdamW(model.parameters(), 0.01, capturable=True, max_grad_norm=1.0, state_dtype=moments),
         input_ids=torch.zeros(2, 96, dtype=torch.int64),
         labels=torch.zeros(2, 96, dtype=torch.int64),
     )
