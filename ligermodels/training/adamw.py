@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import accumulator, is_capturing
 from ligermodels.kernels.optimizer import eight_bits
-from ligermodels.kernels.optimizer.adamw import ROUNDINGS, UNSHARDED, ShardLayout, adamw, join_master
+from ligermodels.kernels.optimizer.adamw import ROUNDINGS, adamw
+from ligermodels.kernels.optimizer.rounding import UNSHARDED, ShardLayout, join_master
 
 MIN_8BIT_SIZE = 4096
 """Elements of the smallest parameter whose moments are stored in 8 bits, as in bitsandbytes."""

@@ -18,6 +18,7 @@ from ligermodels import kernels
 from ligermodels.errors import InputError
 from ligermodels.kernels.linear import nf4, quantized
 from ligermodels.kernels.optimizer import adamw
+from ligermodels.kernels.optimizer.rounding import ShardLayout
 from tests.kernels.cases import Case, Maker
 from tests.kernels.judge import as_dtype, failures, run
 from tests.kernels.ops import OPS, complete
@@ -194,7 +195,7 @@ OTHER_CALLS: list[tuple[str, Callable]] = [
     (r"grad torch.bfloat16 \(3,\).* expected floating dtypes of one shape", step(MOMENT[:3])),
     (r"torch.bfloat16 \(.*expected floating dtypes without exponents, or uint8", step(exponents=(MOMENT, MOMENT))),
     ("supported: stochastic, nearest", step(rounding="up")),
-    (r"ShardLayout\(first=0, inner=8, stride=4\); expected", step(layout=adamw.ShardLayout(0, 8, 4))),
+    (r"ShardLayout\(first=0, inner=8, stride=4\); expected", step(layout=ShardLayout(0, 8, 4))),
     ("give vocab_size", of_a_shard(first_id=60)),
     ("no shard of a vocabulary of 128", of_a_shard(first_id=65, vocab_size=128)),
     ("no shard", of_a_shard(first_id=-1, vocab_size=128)),

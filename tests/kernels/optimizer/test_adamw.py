@@ -4,15 +4,8 @@ import pytest
 import torch
 
 from ligermodels.kernels.optimizer import adamw as adamw_file
-from ligermodels.kernels.optimizer.adamw import (
-    UNSHARDED,
-    ShardLayout,
-    adamw,
-    adamw_reference,
-    join_master,
-    random_bits,
-    split_master,
-)
+from ligermodels.kernels.optimizer.adamw import adamw, adamw_reference
+from ligermodels.kernels.optimizer.rounding import UNSHARDED, ShardLayout, join_master, random_bits, split_master
 from ligermodels.training import AdamW
 from tests.kernels.on_gpu import large
 

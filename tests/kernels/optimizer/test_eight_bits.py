@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from ligermodels.kernels.optimizer import adamw as adamw_file
-from ligermodels.kernels.optimizer.adamw import ShardLayout, adamw, adamw_reference, join_master
+from ligermodels.kernels.optimizer.adamw import adamw, adamw_reference
 from ligermodels.kernels.optimizer.eight_bits import BLOCK, MOMENT, ROOT, decode, encode, exponents_shape
+from ligermodels.kernels.optimizer.rounding import ShardLayout, join_master
 from tests.kernels.on_gpu import large
 
 SHAPE = 37, 128
