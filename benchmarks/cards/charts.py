@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.cards.tables import Comparison, baseline_name, gib, model_name, number, shape
+from benchmarks.cards.tables import TRAINED, Comparison, baseline_name, gib, model_name, number, shape
 
 WIDTH, ROW, TOP = 9.0, 0.54, 0.54
 """Inches."""
@@ -48,7 +48,7 @@ def _case(one: Comparison) -> str:
     row = one.ours
     if row.kind == "command":
         return "train sft, packed chats"
-    trained = {"full": "all weights", "lora": "LoRA", "nf4": "QLoRA"}[row.trained]
+    trained = TRAINED[row.trained].replace(" of rank 16", "").replace(" (nf4)", "")
     return f"{trained}, {shape(row)}"
 
 

@@ -73,7 +73,7 @@ def what(row: Measurement) -> str:
         return f"{name}, greedy decoding, {shape(row)}" + (f", {row.trained}" if row.trained != "bf16" else "")
     if row.kind == "rollout":
         return f"{name}, a GRPO step, {shape(row)}"
-    trained = "QLoRA (nf4)" if row.trained == "nf4" else "LoRA" if row.trained == "lora" else "all weights"
+    trained = tables.TRAINED[row.trained].replace(" of rank 16", "")
     first, _, rest = tables.recomputed(row).partition(";")
     policy = "" if row.recompute == "none" else f", {first} recomputed{rest and ','}{rest}"
     return f"{name}, {trained}, {shape(row)}{policy}"
@@ -367,8 +367,8 @@ tokens/s at which the memory's bandwidth lets weights and cache be read. [genera
     "rollout": "A step of GRPO, rollout and update, beside TRL's GRPOTrainer with transformers' `generate`.",
 }  # fmt: skip
 SECTIONS = (
-    ("Training", "train", lambda row: row.trained == "full"),
-    ("LoRA and QLoRA", "train", lambda row: row.trained != "full"),
+    ("Training", "train", lambda row: row.trained.startswith("full")),
+    ("LoRA and QLoRA", "train", lambda row: not row.trained.startswith("full")),
     ("The command", "command", None), ("The longest sequence", "longest", None), ("Several GPUs", "gpus", None),
     ("Generation", "decode", None), ("GRPO", "rollout", None), ("Loading", "load", None),
 )  # fmt: skip

@@ -14,13 +14,15 @@ from typing import Any
 from benchmarks import distributed
 from benchmarks.harness import PACKAGES, ROOT
 from benchmarks.train_cases import CASES, MODELS
+from benchmarks.train_step import FP8, TORCHAO
 
 RESULTS = ROOT / "benchmarks" / "results"
 OTHER_FORMS = ("ablations", "decode-qwen3.5-step", "gpu", "kernels", "quantized")
 """What the names of records begin with that have no measurements of models, or none with a baseline's name."""
 FAMILY_OF = {"smollm2": "llama"}
 """First part of a model's name -> its model_type, for models that benchmarks/train_cases.py does not have."""
-SIZES = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "half 70B": "llama-3.1-70b-40-layers"}
+SIZES = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "half 70B": "llama-3.1-70b-40-layers",
+         "30B-A3B": "qwen3-30b-a3b", "6 layers of 30B-A3B": "qwen3-30b-a3b-6-layers"}  # fmt: skip
 """Names that benchmarks/distributed.py has for models."""
 RECOMPUTED = ("none", "mlp", "block")
 """In the order of tables."""
@@ -63,7 +65,8 @@ class Measurement:
 
     kind: "train", "longest" (the longest sequence), "command" (`ligermodels train`), "gpus" (training on several),
         "decode", "drafted", "first token", "load" or "rollout". case: the shape, in the record's words.
-    trained: "full", "lora" or "nf4" (LoRA on weights in 4 bits); of generation, the format of the weights.
+    trained: "full", "lora", "nf4" or "mxfp4" (LoRA on weights in 4 bits), and "full fp8" or "lora fp8", which are not
+    beside peers in bf16; of generation, the format of the weights.
     figures: by name, with units; none where it did not run, which `note` explains.
     """
 
@@ -217,9 +220,16 @@ def _of_training(
         figures = {"length": row["length"], **figures}
     return _made(
         kind="longest" if case.startswith("in ") else "train", model=model, case=case, baseline=kind,
-        trained="nf4" if "nf4" in options else "lora" if options & {"lora", "peft"} else "full",
-        recompute=recompute, figures=figures, **common,
+        trained=_trained(options), recompute=recompute, figures=figures, **common,
     )  # fmt: skip
+
+
+def _trained(options: set[str]) -> str:
+    for name in ("nf4", "mxfp4"):
+        if name in options:
+            return name
+    how = "lora" if options & {"lora", "peft"} else "full"
+    return f"{how} fp8" if options & {*FP8, *TORCHAO} else how
 
 
 def _of_several_gpus(row: Mapping[str, Any], figures: dict[str, Any], common: dict[str, Any]) -> Measurement | None:

@@ -19,11 +19,14 @@ _OPTIONS = {
     "captured": "as one CUDA graph", "capture": "as CUDA graphs",
     "8bit_moments": "moments in 8 bits", "offload": "block inputs offloaded",
     "in_place": "gradients in place", "peft": "PEFT's adapters",
+    "rowwise": "scales of rows", "tensorwise": "scales of tensors",
+    "rowwise_bf16_dw": "scales of rows, dW in bf16", "fp8": "over a base in FP8",
 }  # fmt: skip
 _PEERS = {
     "hf": "transformers", "trl": "TRL", "unsloth": "unsloth", "liger": "Liger", "fla": "fla",
     "tilelang": "fla's TileLang", "flashqla": "FlashQLA", "compile": "torch.compile", "lora": "PEFT",
-    "nf4": "PEFT in 4 bits",
+    "nf4": "PEFT in 4 bits", "ao_rowwise": "torchao, scales of rows", "ao_tensorwise": "torchao, scales of tensors",
+    "ao_rowwise_with_gw_hp": "torchao, scales of rows, dW in bf16",
 }  # fmt: skip
 _GENERATION = {
     "captured": "ligermodels", "captured-fp8": "ligermodels, fp8 cache", "host": "ligermodels without a graph",
@@ -160,7 +163,11 @@ def shape(row: Measurement) -> str:
     return ", ".join([size if one else f"{size} a GPU", *how, *(known.get(name, name) for name in options)])
 
 
-TRAINED = {"full": "all weights", "lora": "LoRA of rank 16", "nf4": "QLoRA of rank 16 (nf4)"}
+TRAINED = {
+    "full": "all weights", "lora": "LoRA of rank 16", "nf4": "QLoRA of rank 16 (nf4)",
+    "mxfp4": "LoRA of rank 16 over experts in MXFP4", "full fp8": "all weights, products in FP8",
+    "lora fp8": "LoRA of rank 16, products in FP8",
+}  # fmt: skip
 
 
 def recomputed(row: Measurement) -> str:
@@ -200,10 +207,18 @@ def mfu(row: Measurement) -> float | None:
     """The share of the GPU's peak that the model's FLOPs of a step come to; recomputation does not count.
 
     A token takes 6 FLOPs a weight of a matmul (4 where these are frozen), and 6 * length * heads * head_dim a layer of
-    causal attention. None where it is not defined here: several GPUs, packed rows, other than DENSE.
+    causal attention. None where it is not defined here: several GPUs, packed rows, products in FP8, other than DENSE.
     """
     peak, case = PEAK_TFLOPS.get(row.device), re.fullmatch(r"\d+ x (\d+)", row.case)
-    if row.kind != "train" or row.family not in DENSE or peak is None or case is None or row.model not in MODELS:
+    in_fp8 = row.trained.endswith("fp8")
+    if (
+        row.kind != "train"
+        or in_fp8
+        or row.family not in DENSE
+        or peak is None
+        or case is None
+        or row.model not in MODELS
+    ):
         return None
     matmuls, attention = flops(row.model)
     total = (6 if row.trained == "full" else 4) * matmuls + 6 * int(case[1]) * attention

@@ -39,14 +39,15 @@ def in_one_layout(do: Tensor) -> Tensor:
 def engine_with_lse(q: Tensor, *, plain: bool) -> str | None:
     """The name of torch's engine for q [B, S, HQ, D], or None. plain: S = K causal, or no mask at all.
 
-    None where `torch.nn.attention.sdpa_kernel` allows none of them, as for second derivatives.
+    Never cuDNN under torch.compile, which traced wrong gradients in torch 2.11. None where
+    `torch.nn.attention.sdpa_kernel` allows none of them, as for second derivatives.
     """
     half = q.dtype in (torch.bfloat16, torch.float16)
     if q.device.type == "cpu":
         return "cpu" if _is_allowed("flash") else None
     if q.device.type != "cuda" or cuda_capability(q.device.index) < 80:  # 0 on AMD's GPUs
         return None
-    of_cudnn = plain and half and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
+    of_cudnn = plain and half and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0 and not torch.compiler.is_compiling()
     if of_cudnn and is_datacenter(q.device.index) and _is_allowed("cudnn"):
         return "cudnn"
     aligned = q.shape[-1] * q.element_size() % 16 == 0 and (half or q.dtype == torch.float32)

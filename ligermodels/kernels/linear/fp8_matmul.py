@@ -88,7 +88,7 @@ def forward(
     options: Any = dict(powers_of_two=recipe.powers_of_two)
     scale = tensor_scale([x], "e4m3", **options) if recipe.scaling == "tensorwise" else None
     rows = quantize_rows(x, scale=scale, **options)
-    return multiply(rows, weight, bias, out, fast=recipe.fast_accumulation != "none")
+    return multiply(rows, weight, bias, out, fast="forward" in recipe.fast_accumulation)
 
 
 def quantize_gradient(
@@ -121,7 +121,7 @@ def input_gradient(
     if recipe.scaling == "rowwise":  # dy has those of the rows of W
         scale = torch.ones(q.shape[1], 1, device=q.device)
     q_t = transposed(q) if q_t is None else q_t
-    return multiply(dy, (q_t, scale), None, out, fast=recipe.fast_accumulation == "all")
+    return multiply(dy, (q_t, scale), None, out, fast="dx" in recipe.fast_accumulation)
 
 
 def weight_gradients(
@@ -131,7 +131,7 @@ def weight_gradients(
     options: Any = dict(powers_of_two=recipe.powers_of_two)
     of_x = tensor_scale([x], "e4m3", **options) if recipe.scaling == "tensorwise" else None
     columns, (numbers, dy_scale) = quantize_transposed(x, scale=of_x, **options), dy
-    fast = recipe.fast_accumulation == "all"
+    fast = "dw" in recipe.fast_accumulation
     if all(needs):
         return list(multiply(dy, columns, fast=fast).split_with_sizes(list(sizes)))
     scales = [dy_scale] * len(sizes) if dy_scale.dim() == 0 else dy_scale.split_with_sizes(list(sizes))

@@ -22,10 +22,11 @@ class FP8Recipe:
 
     scaling: "rowwise", or "tensorwise": a scale for each row of what is multiplied, or one. forward, dx, dw: "fp8" or
     "bf16", of each product. grad_dtype: of dy, "e4m3" or "e5m2", which has a larger range and an error of 5.2 %; all
-    else is e4m3. powers_of_two: scales are rounded up to powers of two. fast_accumulation: of which products tensor
-    cores keep partial sums in some 22 bits: "none", "forward" or "all". keep_weights: the FP8 numbers of weights stay
-    in memory, 1 byte each, until a weight has another version; else each forward and each backward quantises them. Only
-    where nothing changes a weight through `.data`, which makes no version: torch's optimizers and ours do not.
+    else is e4m3. powers_of_two: scales are rounded up to powers of two. fast_accumulation: the products, of "forward",
+    "dx" and "dw", whose whole sums tensor cores keep in some 14 bits, where others are moved to fp32 every 128 terms;
+    dW has the longest sums, and is no faster so. keep_weights: the FP8 numbers of weights stay in memory, 1 byte each,
+    until a weight has another version; else each forward and each backward quantises them. Only where nothing changes a
+    weight through `.data`, which makes no version: torch's optimizers and ours do not.
     """
 
     scaling: Literal["rowwise", "tensorwise"] = "rowwise"
@@ -34,13 +35,12 @@ class FP8Recipe:
     dw: Precision = "fp8"
     grad_dtype: Literal["e4m3", "e5m2"] = "e4m3"
     powers_of_two: bool = False
-    fast_accumulation: Literal["none", "forward", "all"] = "forward"
+    fast_accumulation: tuple[str, ...] = ("forward", "dx")
     keep_weights: bool = False
 
     _CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
         "scaling": ("rowwise", "tensorwise"),
         "grad_dtype": tuple(DTYPES),
-        "fast_accumulation": ("none", "forward", "all"),
         **dict.fromkeys(("forward", "dx", "dw"), ("fp8", "bf16")),
         **dict.fromkeys(("powers_of_two", "keep_weights"), (True, False)),
     }
@@ -49,6 +49,9 @@ class FP8Recipe:
         for name, choices in self._CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise InputError(f"FP8Recipe: {name}={value!r}; expected one of {', '.join(map(repr, choices))}")
+        fast, products = self.fast_accumulation, ("forward", "dx", "dw")
+        if not isinstance(fast, tuple) or not set(fast) <= set(products):
+            raise InputError(f"FP8Recipe: fast_accumulation={fast!r}; expected a tuple of {', '.join(products)}")
         if "fp8" not in (self.forward, self.dx, self.dw):
             raise InputError("FP8Recipe: forward, dx and dw are all 'bf16'; leave the recipe out")
 

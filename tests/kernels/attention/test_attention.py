@@ -316,7 +316,8 @@ def test_compiles_whole_with_sinks(options, device):
     for op in (compiled, attention):
         out = op(*leaves[:3], sinks=leaves[3], **options)
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    torch.testing.assert_close(*results)
+    for found, wanted in zip(*results, strict=True):  # on a GPU maybe by another engine
+        assert (found - wanted).norm() <= (1e-2 if device == "cuda" else 1e-6) * wanted.norm()
 
 
 # Wide heads, as plain products.
