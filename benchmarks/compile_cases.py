@@ -38,6 +38,7 @@ from ligermodels.kernels.linear.quantized import GROUP, WORDS, QuantizedWeight
 from ligermodels.kernels.loss import vocab_parallel_cross_entropy as vocab_parallel
 from ligermodels.kernels.loss.argmax import argmax
 from ligermodels.kernels.optimizer.adamw import adamw
+from ligermodels.kernels.optimizer.adamw_many import Parameter, Tables, adamw_many
 from ligermodels.kernels.recurrent.gated_delta_step import gated_delta_step
 from ligermodels.training.gradients import accumulate_in_place
 
@@ -357,6 +358,14 @@ def optimizer() -> None:
     for dtype in (BF16, FP32):
         adamw(*(frozen(4096, 4096, dtype=dtype) for _ in range(2)), *moments, None, exponents, step=3, **options)
     adamw(*state[:2], *moments, frozen(4096, 4096, dtype=torch.int16), exponents, step=3, **options)
+    masters = frozen(4096, 4096, dtype=torch.int16)
+    for kind in (
+        Parameter(*state),
+        Parameter(*state, masters),
+        Parameter(*(frozen(4096, 4096, dtype=FP32) for _ in range(4))),
+        Parameter(*state[:2], *moments, masters, exponents),
+    ):
+        adamw_many([kind, kind._replace(number=1)], Tables(), step=3, **options)
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -47,6 +47,8 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.pin_memory:
+            return args[0]
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "meta"}
         return func(*("meta" if isinstance(x, torch.device) else x for x in args), **kwargs)

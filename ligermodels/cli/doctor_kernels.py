@@ -34,7 +34,7 @@ from ligermodels.kernels.linear.nf4 import dequantize_nf4_reference, quantize_nf
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand
 from ligermodels.kernels.linear.quantized import dequantize_reference, quantize
 from ligermodels.kernels.loss.argmax import argmax, argmax_reference
-from ligermodels.kernels.optimizer import adamw, eight_bits
+from ligermodels.kernels.optimizer import adamw, adamw_many, eight_bits
 from ligermodels.kernels.recurrent import gated_delta_step
 
 _ALLOWED = 1.5
@@ -312,6 +312,15 @@ def _step_of(op: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
     return run
 
 
+def _step_of_two(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, ...]:
+    """`_step_of` adamw, of two in one launch."""
+    copies = weight.clone(), grad.clone(), exp_avg.clone(), exp_avg_sq.clone()
+    two = [adamw_many.Parameter(weight, grad, exp_avg, exp_avg_sq), adamw_many.Parameter(*copies)]
+    options: Any = dict(step=3, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, rounding="nearest")
+    adamw_many.adamw_many(two, adamw_many.Tables(), **options)
+    return *two[0][:4], *two[1][:4]
+
+
 def _step_in_8_bits(op: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
     """Two steps; weight and decoded moments."""
     options: Any = dict(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, rounding="nearest")
@@ -449,6 +458,7 @@ CHECKS: dict[str, Check] = {
     ),
     "argmax": Check(argmax, argmax_reference, lambda d: {"logits": _logits(d).detach()[:3]}),
     "adamw": Check(_step_of(adamw.adamw), _step_of(adamw.adamw_reference), _optimizer),
+    "adamw, many": Check(_step_of_two, lambda **state: 2 * _step_of(adamw.adamw_reference)(**state), _optimizer),
     "adamw, 8 bits": Check(
         _step_in_8_bits(adamw.adamw), _step_in_8_bits(adamw.adamw_reference),
         lambda d: {name: d.data(d.size(300, 7), 128) for name in ("weight", "grad")},

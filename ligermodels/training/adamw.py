@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import accumulator, is_capturing
 from ligermodels.kernels.optimizer import eight_bits
-from ligermodels.kernels.optimizer.adamw import ROUNDINGS, adamw
+from ligermodels.kernels.optimizer.adamw import ROUNDINGS
+from ligermodels.kernels.optimizer.adamw_many import Parameter, Tables, adamw_many
 from ligermodels.kernels.optimizer.rounding import UNSHARDED, ShardLayout, join_master
 
 MIN_8BIT_SIZE = 4096
@@ -43,7 +44,7 @@ EIGHT_BITS_SIZE = 2 + 2 / eight_bits.BLOCK
 """Bytes of the two moments of an element in 8 bits."""
 _EIGHT_BITS = {"exp_avg": eight_bits.MOMENT, "exp_avg_sq": eight_bits.ROOT}
 _TENSORS = "exp_avg", "exp_avg_sq", "remainder", "exp_avg_exponents", "exp_avg_sq_exponents"
-"""The states that a step changes, in the order of `adamw`."""
+"""The states that a step changes, in the order of the arguments of `adamw`."""
 _STORAGE_OPTIONS = ("rounding", "master_weights", "state_dtype", "capturable")
 """Group options for how numbers are stored; loading a state does not change them."""
 
@@ -71,6 +72,7 @@ class AdamW(torch.optim.Optimizer):
 
     DTensors (FSDP2, tensor parallelism) are updated shard by shard. Given the same gradients, the bits of weights and
     states do not depend on the sharding; with max_grad_norm the last bit of the norm does.
+    Parameters that are stored alike step in one launch, unless capturable or step_in_backward.
     On the CPU a step takes as long as torch.optim.AdamW's; with stochastic rounding of bf16 about ten times that, for
     the random bits.
     Raises InputError for options out of range, complex parameters, sparse gradients, and moments in 8 bits of a
@@ -121,6 +123,7 @@ class AdamW(torch.optim.Optimizer):
     def _prepare(self) -> None:
         self._stepped: set[Tensor] = set()  # by their backward, since the last step() or zero_grad()
         self._layouts: dict[Tensor, ShardLayout] = {}  # of DTensors: each takes about 100 us to compute
+        self._tables: dict[Tensor, Tables] = {}  # of the parameters that step together, by the first of them
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles)
 
@@ -195,39 +198,41 @@ class AdamW(torch.optim.Optimizer):
             if not (begun or self.state[p]):
                 self.state[p] = _first_state(p, group)
         torch._foreach_add_([self.state[p]["step"] for _, p in ready], 1)
-        for number, p in ready:
-            state, device, plain = self.state[p], p.device, _is_plain(p)
-            if capturable and state["step"].device != device:  # the option was set later
-                state["step"] = state["step"].to(device)
-            tensors: Any = p, _grad(p), *(state.get(key) for key in _TENSORS)
-            layout = UNSHARDED
-            if not plain:
-                tensors = tuple(None if x is None else x.to_local() for x in tensors)
-                dtypes = p.dtype, state["exp_avg"].dtype
-                if torch.uint8 in dtypes or (group["rounding"] == "stochastic" and torch.bfloat16 in dtypes):
-                    if p not in self._layouts:
-                        self._layouts[p] = _layout(p)
-                    layout = self._layouts[p]
-            weight, grad, exp_avg, exp_avg_sq, remainder, *exponents = tensors
-            adamw(
-                weight,
-                grad,
-                exp_avg,
-                exp_avg_sq,
-                None if remainder is None else remainder.view(torch.int16),
-                None if exponents[0] is None else (exponents[0], exponents[1]),
-                step=int(state["step"]) if state["step"].is_cpu else state["step"],
-                lr=_number(group["lr"], device),
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                factor=None if factor is None else factor.to(device),
-                rounding=group["rounding"],
-                seed=group["seed"],
-                number=number,
-                layout=layout,
-            )
+        steps = []
+        for _, p in ready:
+            state = self.state[p]
+            if capturable and state["step"].device != p.device:  # the option was set later
+                state["step"] = state["step"].to(p.device)
+            steps.append(int(state["step"]) if state["step"].is_cpu else state["step"])
+        parameters = [self._parameter(number, p, group) for number, p in ready]
+        options = {name: group[name] for name in ("betas", "eps", "weight_decay", "rounding", "seed")}
+
+        def on(device: torch.device) -> dict[str, Any]:
+            return dict(lr=_number(group["lr"], device), factor=None if factor is None else factor.to(device))
+
+        if not capturable and len(ready) > 1 and len({p.device for _, p in ready}) == len(set(steps)) == 1:
+            tables = self._tables.setdefault(first, Tables())
+            adamw_many(parameters, tables, step=steps[0], **on(first.device), **options)
+        else:
+            for x, step in zip(parameters, steps, strict=True):
+                x.update(step=step, **on(x.weight.device), **options)
         torch.autograd.graph.increment_version([p for _, p in ready])  # so that a backward that still needs them raises
+
+    def _parameter(self, number: int, p: Tensor, group: dict[str, Any]) -> Parameter:
+        """What a step of p reads and writes on this rank."""
+        state, layout = self.state[p], UNSHARDED
+        tensors: Any = p, _grad(p), *(state.get(name) for name in _TENSORS)
+        if not _is_plain(p):
+            tensors = tuple(None if x is None else x.to_local() for x in tensors)
+            dtypes = p.dtype, state["exp_avg"].dtype
+            if torch.uint8 in dtypes or (group["rounding"] == "stochastic" and torch.bfloat16 in dtypes):
+                if p not in self._layouts:
+                    self._layouts[p] = _layout(p)
+                layout = self._layouts[p]
+        weight, grad, exp_avg, exp_avg_sq, remainder, *exponents = tensors
+        remainder = None if remainder is None else remainder.view(torch.int16)
+        both = None if exponents[0] is None else (exponents[0], exponents[1])
+        return Parameter(weight, grad, exp_avg, exp_avg_sq, remainder, both, number, layout)
 
     def _step_in_backward(self, index: int, number: int, p: Tensor) -> None:
         """The step of one parameter, in its hook.

@@ -43,7 +43,8 @@ from ligermodels.kernels.optimizer.rounding import (
 Exponents = tuple[Tensor, Tensor]
 """Of the blocks of the first and of the second moment, uint8."""
 ROUNDINGS = ("stochastic", "nearest")
-_BLOCK = 1024
+BLOCK = 1024
+"""Elements of a program."""
 _CPU_LANES = 16  # of torch's longest vectors; torch rounds the elements that do not fill a vector differently
 _CPU_CHUNK = 32768  # the largest number of elements that torch leaves to one thread; in fp32, 128 KiB
 
@@ -160,15 +161,15 @@ def _write(
             stored.copy_(x)
 
 
-@triton.jit(do_not_specialize=["step", "seed", "first", "inner", "stride", "stream"])
-def _adamw_kernel(
+@triton.jit
+def update_block(
     w_ptr, g_ptr, m_ptr, v_ptr, r_ptr, m_exponents_ptr, v_exponents_ptr, factor_ptr, step, lr, weight_decay,
-    beta2, rest1, rest2, bias1, bias2, eps, size, seed, first, inner, stride, stream,
+    beta2, rest1, rest2, bias1, bias2, eps, size, seed, first, inner, stride, stream, start,
     STEP_ON_DEVICE: tl.constexpr, LR_ON_DEVICE: tl.constexpr, STOCHASTIC: tl.constexpr, CONTIGUOUS: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements. rest = 1 - beta; bias = 1 - beta^step, or log beta where the step is read here."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
+    """BLOCK elements from `start` on. rest = 1 - beta; bias = 1 - beta^step (its root for beta2), or log beta where the
+    step is read here."""
     at = tl.arange(0, BLOCK)
     mask = at < size - start
     at = start + at
@@ -229,6 +230,21 @@ def _adamw_kernel(
         store_codes(v_ptr, v_exponents_ptr, root, bits, start, size, 255, BLOCK)
 
 
+@triton.jit(do_not_specialize=["step", "seed", "first", "inner", "stride", "stream"])
+def _adamw_kernel(
+    w_ptr, g_ptr, m_ptr, v_ptr, r_ptr, m_exponents_ptr, v_exponents_ptr, factor_ptr, step, lr, weight_decay,
+    beta2, rest1, rest2, bias1, bias2, eps, size, seed, first, inner, stride, stream,
+    STEP_ON_DEVICE: tl.constexpr, LR_ON_DEVICE: tl.constexpr, STOCHASTIC: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    update_block(
+        w_ptr, g_ptr, m_ptr, v_ptr, r_ptr, m_exponents_ptr, v_exponents_ptr, factor_ptr, step, lr, weight_decay,
+        beta2, rest1, rest2, bias1, bias2, eps, size, seed, first, inner, stride, stream, start,
+        STEP_ON_DEVICE, LR_ON_DEVICE, STOCHASTIC, CONTIGUOUS, WHOLE_GROUPS, BLOCK,
+    )  # fmt: skip
+
+
 def adamw(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None = None,
     exponents: Exponents | None = None, *,
@@ -248,8 +264,7 @@ def adamw(
     larger one.
     Raises InputError for shapes or dtypes that do not fit.
     """
-    _check(weight, grad, exp_avg, exp_avg_sq, remainder, rounding, layout)
-    _check_exponents(weight, exp_avg, exp_avg_sq, exponents)
+    check(weight, grad, exp_avg, exp_avg_sq, remainder, exponents, rounding, layout)
     if not weight.numel():
         return
     updated = weight, exp_avg, exp_avg_sq, remainder, *(exponents or (None, None))
@@ -269,24 +284,23 @@ def adamw(
             bias1, bias2 = (math.log(beta) if beta else -math.inf for beta in betas)
         else:
             bias1, bias2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
-        size, (first, inner, stride) = weight.numel(), layout
-        whole_rows = inner == stride
-        whole_groups = first % 8 == 0 and (whole_rows or (inner % 8 == 0 and stride % 8 == 0))
+        size = weight.numel()
         launch(
-            _adamw_kernel, (cdiv(size, _BLOCK),), w, grad.contiguous(), m, v, r, *blocks, factor, step, lr,
-            weight_decay, beta2, 1 - beta1, 1 - beta2, bias1, bias2, eps, size, seed, first, inner, stride, number * 4,
-            isinstance(step, Tensor), isinstance(lr, Tensor), rounding == "stochastic", whole_rows, whole_groups,
-            _BLOCK, num_warps=4,
+            _adamw_kernel, (cdiv(size, BLOCK),), w, grad.contiguous(), m, v, r, *blocks, factor, step, lr,
+            weight_decay, beta2, 1 - beta1, 1 - beta2, bias1, bias2, eps, size, seed, *layout, number * 4,
+            isinstance(step, Tensor), isinstance(lr, Tensor), rounding == "stochastic", *layout.kind, BLOCK,
+            num_warps=4,
         )  # fmt: skip
     for x, y in zip(updated, contiguous, strict=True):
         if x is not y:
             x.copy_(y)  # type: ignore[union-attr]
 
 
-def _check(
-    weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None, rounding: str,
-    layout: ShardLayout,
+def check(
+    weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None,
+    exponents: Exponents | None, rounding: str, layout: ShardLayout,
 ) -> None:  # fmt: skip
+    """Raises InputError for arguments that do not fit."""
     shape = weight.shape
     if not (
         shape == grad.shape == exp_avg.shape == exp_avg_sq.shape
@@ -303,6 +317,7 @@ def _check(
         raise InputError(f"adamw: rounding={rounding!r} is unknown; supported: {', '.join(ROUNDINGS)}")
     if not (layout.first >= 0 and 1 <= layout.inner <= layout.stride):
         raise InputError(f"adamw: {layout}; expected first at 0 or more, and inner from 1 to stride")
+    _check_exponents(weight, exp_avg, exp_avg_sq, exponents)
 
 
 def _check_exponents(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, exponents: Exponents | None) -> None:

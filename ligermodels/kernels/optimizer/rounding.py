@@ -34,6 +34,13 @@ class ShardLayout(NamedTuple):
     inner: int = 1
     stride: int = 1
 
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """True if the elements are one range; True if each eight from the first on share a call of Philox."""
+        first, inner, stride = self
+        one_range = inner == stride
+        return one_range, first % 8 == 0 and (one_range or (inner % 8 == 0 and stride % 8 == 0))
+
 
 UNSHARDED = ShardLayout()
 
