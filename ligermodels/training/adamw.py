@@ -73,8 +73,8 @@ class AdamW(torch.optim.Optimizer):
     DTensors (FSDP2, tensor parallelism) are updated shard by shard. Given the same gradients, the bits of weights and
     states do not depend on the sharding; with max_grad_norm the last bit of the norm does.
     Parameters that are stored alike step in one launch, unless capturable or step_in_backward.
-    On the CPU a step takes as long as torch.optim.AdamW's; with stochastic rounding of bf16 about ten times that, for
-    the random bits.
+    On the CPU a step takes as long as torch.optim.AdamW's; with stochastic rounding of bf16 or moments in 8 bits some
+    ten to twenty times that, for the random bits.
     Raises InputError for options out of range, complex parameters, sparse gradients, and moments in 8 bits of a
     DTensor whose last dim is cut within 64 elements.
     """
