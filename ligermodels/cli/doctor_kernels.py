@@ -25,7 +25,12 @@ from ligermodels.kernels import _tested
 from ligermodels.kernels._triton import cuda_capability, is_datacenter, triton, use_triton
 from ligermodels.kernels.attention import attention, decode_attention, decode_keys_as_values, rope
 from ligermodels.kernels.experts.experts import experts_of, experts_reference
-from ligermodels.kernels.linear._fp8_quantize import quantize_reference, quantize_rows, quantize_transposed
+from ligermodels.kernels.linear._fp8_quantize import (
+    quantize_both,
+    quantize_reference,
+    quantize_rows,
+    quantize_transposed,
+)
 from ligermodels.kernels.linear.fp8 import has_e4m3
 from ligermodels.kernels.linear.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2
 from ligermodels.kernels.linear.linear import linears
@@ -405,6 +410,7 @@ CHECKS: dict[str, Check] = {
     **{_rows("int2", n): _int2(n) for n in (1, 40)},
     "to fp8, rows": _fp8(quantize_rows, lambda x: x, 300),
     "to fp8, columns": _fp8(quantize_transposed, Tensor.t, 320),
+    "to fp8, both": _fp8(lambda x: quantize_both(x)[1], Tensor.t, 320),
     "attention": _attention(128, softcap=30.0),
     "attention, window": _attention(64, window=33),
     "attention, packed": _attention(128, packed=True),

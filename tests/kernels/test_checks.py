@@ -67,7 +67,7 @@ LEFT_OUT = [
     "attention.decode_attention._many_kernel",
     *(f"experts._decode_mxfp4.{name}_kernel" for name in ("_down", "_up")),
     "experts._order._dispatch_kernel",
-    *(f"linear._fp8_quantize._{name}_kernel" for name in ("maxima", "rows", "transpose")),
+    *(f"linear._fp8_quantize._{name}_kernel" for name in ("both_maxima", "maxima", "rows", "transpose")),
     "linear._split._split_kernel",
     *(f"loss.vocab_parallel_cross_entropy._{name}_kernel" for name in ("merge", "statistics")),
 ]
