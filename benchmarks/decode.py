@@ -14,8 +14,9 @@ the same with a static cache and torch.compile. Each row runs twice and the seco
 prompt's time. "tokens/s" counts all tokens after the first, of all rows together; the host reads every token and looks
 for a stop id. "of limit": the share of the tokens/s at which "weights GB" and "state MiB a row", keys and values of the
 mean length and twice the recurrent states, could be moved at the bandwidth of a copy, which is measured first. "weights
-GB" are those that a step reads: of a table of embeddings only a tied head; of E experts, of which each of B rows
-chooses k, those that are expected to be chosen if all are equally likely, E (1 - (1 - k/E)^B).
+GB" are those that a step reads: of a table of embeddings the rows that are looked up, or all for a tied head; of E
+experts, of which each of B rows chooses k, those that are expected to be chosen if all are equally likely, E (1 - (1 -
+k/E)^B).
 
 Parity comes first; a model that fails it gets no figures, and the exit status is 1. In fp32, a shallow model must write
 the same ids with and without a graph, for rows padded to different lengths. In bf16 two ids may be equally likely to
@@ -57,6 +58,7 @@ from benchmarks.kernels import ceilings
 from benchmarks.train_cases import MODELS, changed, ours, theirs
 from ligermodels.checkpoint import quantization
 from ligermodels.checkpoint.weights import export
+from ligermodels.cli.bench import weights_read
 from ligermodels.generation import drafters, generate_iter, graphs
 from ligermodels.layers import Embedding, Experts
 from ligermodels.layers.linear import JointProjections
@@ -245,19 +247,6 @@ def stream(model: Any, ids: Tensor, new: int, **options: Any) -> tuple[list[floa
         times.append(time.perf_counter() - start)
         text.append(int(tokens[0]))
     return times, text
-
-
-def weights_read(model: Any, batch: int) -> float:
-    """Bytes of the weights that a step of `batch` rows reads, as the docstring of this file counts them."""
-    nbytes = float(sum(x.nbytes for x in (*model.parameters(), *model.buffers())))
-    tables = [x.weight for x in model.modules() if isinstance(x, Embedding) and x.weight is not model.lm_head.weight]
-    nbytes -= sum(table.nbytes for table in tables)  # of which a row is read
-    for module in model.modules():
-        if isinstance(module, Experts):
-            chosen = getattr(model.config, "top_k_experts", None) or model.config.num_experts_per_tok
-            unused = (1 - chosen / module.num_experts) ** batch
-            nbytes -= unused * sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
-    return nbytes
 
 
 def speeds(

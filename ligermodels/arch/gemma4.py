@@ -248,6 +248,9 @@ class Gemma4Block(ResidualBlock):
             saved += self.router.top_k * self.experts.saved_per_row
         return saved + (self.input_layernorm.hidden_size + 4 * self.width if self.width else 0)
 
+    def unread_bytes(self, rows: int) -> float:
+        return 0.0 if self.router is None else self.experts.unchosen_bytes(self.router.top_k, rows)
+
 
 class Gemma4Decoder(Decoder, Layer):
     """The decoder with the second table."""

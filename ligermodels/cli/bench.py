@@ -185,22 +185,24 @@ def _token_times(
 
 
 def step_bytes(model: "CausalLM", batch: int, length: int, kv_cache_dtype: str = "auto") -> float:
-    """Bytes that a step of decoding must read for `batch` rows of `length` tokens.
+    """Bytes that a step of decoding must read for `batch` rows of `length` tokens: weights, and each row's keys and
+    values."""
+    return weights_read(model, batch) + batch * model.new_cache(1, length, kv_cache_dtype=kv_cache_dtype).nbytes
 
-    Those are the text model's weights, without the rows of the embedding that are not looked up, and each row's keys
-    and values. Of stacked experts it is the share that is expected where each token chooses at random.
+
+def weights_read(model: "CausalLM", batch: int) -> float:
+    """Bytes of the text model's weights that a step of decoding `batch` rows is expected to read.
+
+    A table of embeddings is read where it is looked up, and whole by a tied head. Of E experts, of which each row
+    chooses k, those are read that are chosen if all are equally likely, E (1 - (1 - k/E)^batch).
     """
     from ligermodels.layers.base import Layer
     from ligermodels.layers.head import unwrapped
 
     parts: Any = {id(x): x for part in (model.decoder, model.lm_head) for x in (*part.parameters(), *part.buffers())}
-    total = float(sum(x.nbytes for x in parts.values()))
-    if not getattr(unwrapped(model.lm_head), "is_tied", False):
-        total -= model.decoder.embed_tokens.weight.nbytes
-    for module in model.decoder.modules():
-        if isinstance(module, Layer):
-            total -= module.unread_bytes(batch)
-    return total + batch * model.new_cache(1, length, kv_cache_dtype=kv_cache_dtype).nbytes
+    read_whole = model.decoder.embed_tokens if getattr(unwrapped(model.lm_head), "is_tied", False) else None
+    layers = [x for x in model.decoder.modules() if isinstance(x, Layer) and x is not read_whole]
+    return float(sum(x.nbytes for x in parts.values())) - sum(layer.unread_bytes(batch) for layer in layers)
 
 
 def _copy_rate(device: "torch.device") -> float:

@@ -40,6 +40,10 @@ class Embedding(Layer, nn.Embedding):
     def shards(self) -> Mapping[str, Shard]:
         return {"weight": Shard("columns", self.num_embeddings, vocabulary(self.num_embeddings))}
 
+    def unread_bytes(self, rows: int) -> float:
+        """All but the rows that are looked up; a tied head, which reads the whole table, says so elsewhere."""
+        return max(0.0, self.weight.nbytes * (1 - rows / self.num_embeddings))
+
     def forward(self, input: Tensor) -> Tensor:
         if self.tp is None:
             return embedding(input, self.weight, padding_idx=self.padding_idx, scale=self.embed_scale)

@@ -98,6 +98,11 @@ class Experts(Adaptable):
         adapter = self.adapters.get("gate_up_proj")
         return 2 * self.intermediate_size + (0 if adapter is None else adapter.r)
 
+    def unchosen_bytes(self, top_k: int, rows: int) -> float:
+        """Bytes of the experts that none of `rows` tokens is expected to choose, each of them `top_k` at random."""
+        unchosen = (1 - top_k / self.num_experts) ** rows
+        return unchosen * sum(x.nbytes for x in (*self.parameters(), *self.buffers()))
+
     def shards(self) -> Mapping[str, Shard]:
         inner = self.intermediate_size
         split = inner, f"an intermediate size of {inner}"
@@ -362,9 +367,7 @@ class MoE(Layer):
         return inside + (0 if self.shared_expert_gate is None else 1 + self.shared_expert_gate.in_features)
 
     def unread_bytes(self, rows: int) -> float:
-        """Bytes of the experts that a step of decoding `rows` rows is expected not to read."""
-        unused = (1 - self.top_k / len(self.plain_router.weight)) ** rows
-        return unused * sum(x.nbytes for x in (*self.experts.parameters(), *self.experts.buffers()))
+        return self.experts.unchosen_bytes(self.top_k, rows)
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if self.training and self.jitter_noise > 0:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ import torch
 import ligermodels
 from ligermodels.cli import bench
 from tests.cli.commands import run, write_checkpoint
+
+
+CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,22 @@ def test_times_tokens_and_files(capsys, folder, tmp_path, on_forward):
     limits = [record["copy_bytes_per_s"] * b / (weights + b * cache * (length + 4)) for b, length in cases]
     assert [row["limit_tokens_per_s"] for row in record["rows"]] == pytest.approx(limits)
     assert 1e8 < record["copy_bytes_per_s"] < 1e13 and record["load_s"] > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["gemma-4-E2B", "gemma-4-26B-A4B"])
+def test_a_step_reads_rows_of_tables_and_the_experts_that_are_chosen(name, tied, rows):
+    config = json.loads((CONFIGS / f"{name}.json").read_text()) | {"tie_word_embeddings": tied}
+    model = ligermodels.Gemma4.from_config(config, device="meta", dtype=torch.bfloat16)
+    blocks, size, vocab = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
+    by_layer = blocks * config["hidden_size_per_layer_input"] * config["vocab_size_per_layer_input"]
+    tables = by_layer + (0 if tied else vocab * size)
+    expected = model.num_parameters() - tables * (1 - rows / vocab)
+    if experts := config.get("num_experts"):
+        unchosen = (1 - config["top_k_experts"] / experts) ** rows
+        expected -= unchosen * blocks * experts * 3 * size * config["moe_intermediate_size"]
+    assert bench.weights_read(model, rows) == pytest.approx(2 * expected, rel=1e-4)  # buffers are as good as nothing
 
 
 def test_ctrl_c_keeps_what_was_measured(capsys, folder, tmp_path, on_forward, monkeypatch):
