@@ -42,6 +42,8 @@ _COLUMNS = {
     "peak_gib": ("peak GiB", ".1f"),
 }
 """{key of a row: (title, format)}."""
+_DEFAULTS = {"batches": ((1, 8, 32), (1,)), "prompts": ((128, 2048), (128,)), "new": (128, 32)}
+"""{option: (on a GPU, on a CPU)}."""
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -53,9 +55,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         description="Measures how fast MODEL loads, reads prompts (prefill) and generates (decode) on this device.",
         epilog=_EPILOG,
     )
-    bench.add_argument("--batches", type=_counts, default=(1, 8, 32), metavar="N,N", help="batch sizes (1,8,32)")
-    bench.add_argument("--prompts", type=_counts, default=(128, 2048), metavar="N,N", help="prompt lengths (128,2048)")
-    bench.add_argument("--new", type=_count, default=128, metavar="N", help="new tokens, 2 or more (128)")
+    bench.add_argument("--batches", type=_counts, metavar="N,N", help="batch sizes (1,8,32; on a CPU 1)")
+    bench.add_argument("--prompts", type=_counts, metavar="N,N", help="prompt lengths (128,2048; on a CPU 128)")
+    bench.add_argument("--new", type=_count, metavar="N", help="new tokens, 2 or more (128; on a CPU 32)")
     bench.add_argument("--out", metavar="DIR", help="also write the results to DIR/bench.json")
     bench.set_defaults(run=_bench)
 
@@ -71,7 +73,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    if args.new < 2:
+    if args.new == 1:
         raise UsageError("--new 1 leaves no token after the first to measure: give 2 or more")
     out = None if args.out is None else Path(args.out)
     if out is not None:
@@ -86,6 +88,9 @@ def _bench(args: argparse.Namespace) -> int:
     model = load_model(args)
     _synchronize(model.device)
     seconds = time.perf_counter() - start
+    for name, values in _DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, values[model.device.type == "cpu"])
 
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     prompts = [length for length in args.prompts if limit is None or length + args.new <= limit]

@@ -77,6 +77,12 @@ def test_times_tokens_and_files(capsys, folder, tmp_path, on_forward):
     assert 1e8 < record["copy_bytes_per_s"] < 1e13 and record["load_s"] > 0
 
 
+def test_a_cpu_gets_one_short_case_by_default(capsys, folder):
+    status, stdout, _ = run(capsys, "bench", folder)
+    assert status == 0 and "\n32 new tokens\n" in stdout and stdout.splitlines()[-1].split()[:2] == ["1", "128"]
+    assert len(stdout.splitlines()) == 6
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ["gemma-4-E2B", "gemma-4-26B-A4B"])
