@@ -6,6 +6,8 @@ again and compares bit for bit. The trained model writes a text.
 
 import json
 import shlex
+import shutil
+import sys
 import tempfile
 import textwrap
 import time
@@ -53,12 +55,20 @@ def run(*, seconds: float, folder: Path) -> bool:
         good = _train_and_generate(folder, device, seconds)
     finally:
         torch.set_num_threads(threads)
-    name = shlex.quote(str(folder))
+    name, program = shlex.quote(str(folder)), _program()
     print(f"\nThe trained model is in {name}. Next")
-    print(f"ligermodels generate {name} --prompt 'The Wolf Who' --temperature 0.5")
-    print(f"ligermodels chat {name}    # type a title, such as The Snail and the Race")
-    print(f"ligermodels inspect {name}")
+    print(f"{program} generate {name} --prompt 'The Wolf Who' --temperature 0.5")
+    print(f"{program} chat {name}    # type a title, such as The Snail and the Race")
+    print(f"{program} inspect {name}")
     return good
+
+
+def _program() -> str:
+    """How the shell finds this program: `make demo` runs it in an environment that is not on its path."""
+    if shutil.which("ligermodels"):
+        return "ligermodels"
+    script = Path(sys.argv[0])
+    return shlex.quote(str(script)) if script.name == "ligermodels" else f"{shlex.quote(sys.executable)} -m ligermodels"
 
 
 def _train_and_generate(folder: Path, device: str, seconds: float) -> bool:

@@ -22,8 +22,23 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.mark.parametrize(
+    ("found", "called", "program"),
+    [
+        ("/usr/bin/ligermodels", "/usr/bin/ligermodels", "ligermodels"),
+        (None, ".venv/bin/ligermodels", ".venv/bin/ligermodels"),
+        (None, "/a b/ligermodels/__main__.py", f"{sys.executable} -m ligermodels"),
+    ],
+)
+def test_demo_names_a_program_that_the_shell_finds(found, called, program, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: found)
+    monkeypatch.setattr(sys, "argv", [called, "demo"])
+    assert demo._program() == program
+
+
 def test_demo_proves_what_it_says_and_its_next_commands_work(on_cpu, tmp_path, capsys, monkeypatch):
     # A clock that goes on by being read: 25 steps, however long each takes.
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=map(float, count()).__next__))
     status, out, _ = run(capsys, "demo", "--seconds", 25, "--keep", tmp_path / "kept")
     assert status == 0 and "FAILED" not in out and out.count("\nok ") == 3, out
