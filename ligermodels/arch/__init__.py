@@ -7,6 +7,7 @@ from typing import Any
 
 from ligermodels.arch.base import CausalLM as CausalLM, CausalLMOutput as CausalLMOutput
 from ligermodels.arch.config import ModelConfig as ModelConfig
+from ligermodels.arch.placement import one_device
 from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
 from ligermodels.errors import ConfigError
@@ -86,6 +87,8 @@ def load(
         `Qwen3_5VL`. It is saved as a model of text. Raises ConfigError where the zoo has no class for that.
     `options` (dtype, device, device_map, quantization_config, ...) and the rest are those of `CausalLM.from_hub`.
     """
+    if options.get("mesh") is None:
+        one_device(options.get("device"), options.get("device_map"))  # raises before anything is fetched
     hub_options: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
     folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **hub_options)
     arch = arch_of(folder, config, text_only=text_only, **hub_options)

@@ -17,22 +17,43 @@ Plan = Mapping[str, Device]
 """{name of a module, "" for all: its device, "cpu" or "disk"}."""
 
 
+def usable(device: Device, name: str | None = None) -> torch.device:
+    """The device, on which torch can make a tensor here. name: how the error names it. Raises InputError."""
+    name = f"device={device!r}" if name is None else name
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"{name} is no device of torch's; give one such as cpu, cuda or cuda:1") from error
+    try:
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"{name} cannot be used: {reason}. Give cpu where there is no GPU; `ligermodels doctor` says what torch sees"
+        ) from None
+    return place
+
+
 def one_device(device: Device | None, device_map: Device | Plan | None) -> torch.device | None:
-    """The device of the whole model; None if `device_map` asks for several. Raises InputError."""
+    """The device of the whole model; None if `device_map` asks for several.
+
+    Raises InputError, also for a device that is not there: before a checkpoint is fetched.
+    """
     if device_map is None:
-        return torch.get_default_device() if device is None else torch.device(device)
+        return torch.get_default_device() if device is None else usable(device)
     if device is not None:
         raise InputError("device and device_map both say where the model goes; pass one of them")
     places = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
     if len(places) > 1 or places & {"disk", *_PLANS}:
         return None
     try:
-        return torch.device(places.pop())
+        place = torch.device(places.pop())
     except (RuntimeError, TypeError, KeyError) as error:
         raise InputError(
             f"device_map={device_map!r} is no device; expected one such as 'cuda:0', {', '.join(map(repr, _PLANS))}, "
             "or a dict {name of a module: device}"
         ) from error
+    return usable(place, f"device_map={device_map!r}")
 
 
 def plan(

@@ -90,18 +90,18 @@ class Pretrained(nn.Module):
         """
         if not isinstance(config, ModelConfig):
             config = cls.config_class.from_hf(config)
-        is_meta = device is not None and torch.device(device).type == "meta"
-        _check_mesh(mesh, parallel, None if is_meta else device)
+        place = None if device is None else placement.usable(device)
+        _check_mesh(mesh, parallel, None if place is not None and place.type == "meta" else device)
         model = cls._on_meta(config, dtype, activation_checkpointing, mtp_loss_weight)
         if fp8 is not None:
             model.use_fp8(fp8)
         if mesh is None:
-            device = torch.device(device or torch.get_default_device())
+            place = place or torch.get_default_device()
         else:
             model = _parallelize(model, mesh, parallel)
-            device = torch.device(device or mesh.device_type)
-        if device.type != "meta":
-            weights.allocate(model, device)
+            place = place or torch.device(mesh.device_type)
+        if place.type != "meta":
+            weights.allocate(model, place)
             if seed is None:
                 processes = Processes() if mesh is None else Processes.of_mesh(mesh)
                 seed = processes.gather(int(torch.randint(2**63 - 1, (), device="cpu")))[0]

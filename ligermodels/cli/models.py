@@ -133,24 +133,22 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
     import torch
 
     import ligermodels
+    from ligermodels.arch.placement import usable
     from ligermodels.cli import doctor_kernels
     from ligermodels.layers.state import check_cache_dtype
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"--device {device} cannot be used: {reason}. `ligermodels doctor` says what can") from None
-    check_cache_dtype(args.kv_cache_dtype, torch.device(device))
-    doctor_kernels.check_once(torch.device(device))
+    with usage_errors():
+        place = usable(device, f"--device {device}")
+    check_cache_dtype(args.kv_cache_dtype, place)
+    doctor_kernels.check_once(place)
     model = ligermodels.load(
         args.model,
         revision=args.revision,
         local_files_only=args.local_files_only,
         allow_pickle=args.allow_pickle,
         dtype=args.dtype,
-        device=device,
+        device=place,
         quantization_config=args.quantize,
     )
     if args.adapter:

@@ -108,6 +108,9 @@ LOADING = [
     (dict(devicemap="auto"), InputError, "did you mean 'device_map'"),
     (dict(wibble=3), InputError, "wibble=3 is not supported$"),
     (dict(dtype=torch.bfloat16, torch_dtype=torch.float32), InputError, "one argument under two names"),
+    (dict(device="gpu"), InputError, "device='gpu' is no device of torch's; give one such as cpu, cuda"),
+    (dict(device="cuda:977"), InputError, r"device='cuda:977' cannot be used: .* `ligermodels doctor` says"),
+    (dict(device_map="cuda:977"), InputError, "device_map='cuda:977' cannot be used"),
     (dict(device_map="gpu"), InputError, "expected one such as 'cuda:0', 'auto'"),
     (dict(device_map={"model": "disk", "lm_heads": "cpu"}), InputError, "no device for lm_head.weight"),
     (dict(device_map={"": "disk", "lm_heads": "cpu"}), InputError, "names 'lm_heads', which the model does not have"),
@@ -126,6 +129,16 @@ SAVING = [
 def test_a_load_that_cannot_work_says_so(folders, given, error, words):
     with pytest.raises(error, match=words):
         load(folders["qwen2"], **given)
+
+
+@pytest.mark.parametrize("given", ["device", "device_map"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_fetched(given, monkeypatch):
+    monkeypatch.setattr(hub, "resolve", None)
+    for call in (ligermodels.load, Llama.from_hub):
+        with pytest.raises(InputError, match="cannot be used"):
+            call("owner/name", **{given: "cuda:977"})
+    with pytest.raises(InputError, match="no device of torch's"):
+        Llama.from_config(SIZES, device="gpu")
 
 
 @pytest.mark.parametrize("given, error, words", SAVING, ids=lambda value: "")
