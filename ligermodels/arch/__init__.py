@@ -60,7 +60,10 @@ def arch_of(folder: Path, config: Any = None, *, text_only: bool = False, **hub_
     values = config_values(folder, config, **hub_options)
     model_type = values.model_type if isinstance(values, ModelConfig) else values.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHS:
-        raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo has {', '.join(ARCHS)}")
+        raise ConfigError(
+            f"{folder}: config.json has model_type {model_type!r}; the zoo has {', '.join(ARCHS)}. A class of your own "
+            "loads its folders itself, by from_hub"
+        )
     if text_only and ARCHS[model_type].extra_inputs:
         if model_type not in TEXTS:
             raise ConfigError(f"{folder}: there is no class for the text of a {model_type} alone; leave text_only out")

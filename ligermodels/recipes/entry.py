@@ -1,8 +1,10 @@
 """`ligermodels.train`, which the command line calls too. Nothing here imports torch before it is called."""
 
+import re
 import textwrap
 from typing import Any
 
+from ligermodels.errors import InputError
 from ligermodels.recipes import RECIPES, find, objects, options_of
 from ligermodels.recipes.options import TrainOptions, fields_of
 
@@ -41,8 +43,15 @@ def train(
     options |= dict(model=model, data=data, output_dir=output_dir, eval_data=eval_data, tokenizer=tokenizer)
     options |= dict(rewards=rewards)
     kind, values = options_of(recipe), {name: value for name, value in options.items() if value is not None}
-    values, in_memory = objects.split(kind, values)
-    return trainer.train(find(recipe), kind.merged(values, config, in_memory))
+    try:
+        values, in_memory = objects.split(kind, values)
+        return trainer.train(find(recipe), kind.merged(values, config, in_memory))
+    except InputError as error:
+        if flag := re.search(r"--[a-z][a-z-]+", str(error)):
+            error.add_note(
+                f"  In Python {flag[0]} is the argument {flag[0][2:].replace('-', '_')}, and MODEL is model."
+            )
+        raise
 
 
 def _described() -> str:

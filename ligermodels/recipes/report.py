@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.checkpoint.saving import replacing
 from ligermodels.processes import Processes
@@ -220,6 +221,14 @@ def left_out(counts: Mapping[str, int]) -> str:
 
 def next_steps(options: TrainOptions, saved: Path) -> str:
     """The commands that a user may type next, for the folder of a result."""
+    model = options.objects.get("model")
+    if model is not None and ARCHS.get(model.config.model_type) is not type(model):  # commands do not know its class
+        call = (
+            "ligermodels.training.load_adapter(model, "
+            if saved.name == "adapter"
+            else f"{type(model).__name__}.from_hub("
+        )
+        return f"next, in Python:\n  {call}{str(saved)!r})"
     base, folder = (shlex.quote(text) for text in (options.model.removeprefix(IN_MEMORY), str(saved)))
     if saved.name == "medusa":
         return f"next:\n  ligermodels chat {base} --medusa {folder}"

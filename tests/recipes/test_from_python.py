@@ -64,6 +64,44 @@ def test_a_model_in_memory_is_trained_in_place(home, tmp_path):
         assert all(weight.equal(state[key]) for key, weight in saved.items())
 
 
+def test_a_class_of_ones_own_is_loaded_by_itself(home, tmp_path, capsys):
+    class Config(ligermodels.LlamaConfig):
+        model_type = "mine"
+
+    class Mine(ligermodels.Llama):
+        config_class = Config
+
+    config = {**json.loads((home / "model" / "config.json").read_text()), "model_type": "mine"}
+    model = Mine.from_config(config, dtype=torch.float32, seed=0)
+    few = FEW | dict(max_steps=1, tokenizer=home / "model")
+    for name, more in (("model", {}), ("adapter", {"lora_r": 2})):
+        folder, _ = train("sft", model=model, data=ROWS, output_dir=tmp_path / name, **few, **more)
+        *_, title, advice, _ = capsys.readouterr().err.splitlines() + [""]
+        assert title == "next, in Python:"
+        if name == "model":
+            assert advice == f"  Mine.from_hub({str(folder)!r})" and type(Mine.from_hub(folder)) is Mine
+            with pytest.raises(ligermodels.ConfigError, match="model_type 'mine'.*A class of your own loads"):
+                ligermodels.load(folder)
+        else:
+            assert advice == f"  ligermodels.training.load_adapter(model, {str(folder)!r})"
+
+
+def test_errors_name_options_as_arguments_too(home, tmp_path):
+    wanted = dict(model=home / "model", data=ROWS, output_dir=tmp_path / "out")
+    for given, name in ((dict(max_step=3), "--max-steps is the argument max_steps"), (dict(model=None), None)):
+        with pytest.raises(InputError) as raised:
+            train("sft", **wanted | given)
+        notes = getattr(raised.value, "__notes__", [])
+        assert len(notes) == (name is not None) and all(name in note for note in notes)
+
+
+def test_rows_without_the_assistants_role_say_so(home, tmp_path):
+    rows = [{"messages": [message | {"role": "bot"} if message["role"] == "assistant" else message
+                          for message in row["messages"]]} for row in ROWS]  # fmt: skip
+    with pytest.warns(UserWarning), pytest.raises(InputError, match="no message has the role assistant; .* bot, "):
+        train("sft", model=home / "model", data=rows, output_dir=tmp_path / "out", **FEW)
+
+
 def test_the_reference_is_the_model_in_memory_as_it_was(home, tmp_path):
     expected = of_files(home, tmp_path / "files", recipe="dpo", data="pairs.jsonl")
     model = ligermodels.load(home / "model", dtype=torch.float32, device="cpu")

@@ -110,7 +110,7 @@ class Outcomes:
         counts["trained"] = sum(part.trained for part in kept)
         if not example.trained:
             counts["untrained"] = 1
-            note = "dropped: it has no trained tokens (no answer, an empty answer, or train false)"
+            note = f"dropped: it has no trained tokens ({_why_untrained(self.rows[index])})"
         elif not kept:
             counts["cut_away"] = 1
             note = f"dropped: it has {example.size:,} tokens, and --max-length {self.length} cuts it before the answer"
@@ -121,6 +121,14 @@ class Outcomes:
             counts |= {"with_end": 1, "ends": int(any(part.ends for part in kept))}
         notes = {"cut": note} if note else getattr(example, "doubts", {})
         return Outcome(kept, counts, {name: f"{self.rows.where(index)}: {text}" for name, text in notes.items()})
+
+
+def _why_untrained(row: Mapping[str, Any]) -> str:
+    messages = row.get("messages")
+    roles = {str(message["role"]) for message in messages if "role" in message} if isinstance(messages, list) else set()
+    if roles and "assistant" not in roles:
+        return f"no message has the role assistant; the roles are {', '.join(sorted(roles))}"
+    return "no answer, an empty answer, or train false"
 
 
 class Counts:

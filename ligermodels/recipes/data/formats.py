@@ -108,7 +108,17 @@ def format_of(row: Mapping[str, Any]) -> str:
     null = ", ".join(sorted(map(str, row.keys() - present)))
     null = f" ({null} is null)" if null else ""
     known = "; ".join(f"{name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
-    raise InputError(f"no format has the keys {short(sorted(present))}{null}. Keys of the formats: {known}")
+    keys_of_all = sorted({key for keys, _ in FORMATS.values() for key in keys})
+    near = {
+        key: match
+        for key in map(str, sorted(present, key=str))
+        for match in get_close_matches(key, keys_of_all, 1, 0.75)
+    }
+    meant = "".join(f", {key} to {match}" for key, match in near.items() if key != match)
+    raise InputError(
+        f"no format has the keys {short(sorted(present))}{null}. Keys of the formats: {known}. "
+        f"Next step: rename the keys of the rows{meant}"
+    )
 
 
 def read(row: Mapping[str, Any], system_prompt: str | None = None) -> Item:

@@ -256,7 +256,10 @@ def _errors(name: str) -> Iterator[Any]:
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     except Exception as error:  # many kinds, of pyarrow, the Hub and `datasets`
-        raise InputError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+        wrong = InputError(f"{name} cannot be read: {type(error).__name__}: {error}")
+        if not (path := Path(name.partition(":")[0]).expanduser()).exists():
+            wrong.add_note(f"  If a file or folder was meant: there is none at {path.absolute()}.")
+        raise wrong from error
     finally:
         datasets.logging.set_verbosity(before)
 
