@@ -60,7 +60,7 @@ from ligermodels.checkpoint import quantization
 from ligermodels.checkpoint.weights import export
 from ligermodels.cli.bench import weights_read
 from ligermodels.generation import drafters, generate_iter, graphs
-from ligermodels.layers import Embedding, Experts
+from ligermodels.layers import Embedding
 from ligermodels.layers.linear import JointProjections
 from ligermodels.layers.state import RecurrentState
 from ligermodels.training import add_mtp

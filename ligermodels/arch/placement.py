@@ -29,7 +29,8 @@ def usable(device: Device, name: str | None = None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(
-            f"{name} cannot be used: {reason}. Give cpu where there is no GPU; `ligermodels doctor` says what torch sees"
+            f"{name} cannot be used: {reason}. Where there is no GPU, give cpu; `ligermodels doctor` says what torch "
+            "sees"
         ) from None
     return place
 

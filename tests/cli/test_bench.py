@@ -11,7 +11,6 @@ import ligermodels
 from ligermodels.cli import bench
 from tests.cli.commands import run, write_checkpoint
 
-
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 
 
