@@ -50,6 +50,7 @@ OF_A_HEAD: list[tuple[str, Change]] = [
     ("workspace_bytes=0", {"workspace_bytes": 0}),
     ("num_valid=-1", {"num_valid": -1}),
 ]
+SWAPPED: tuple[str, Change] = ("in Liger's order", lambda x, weight, **rest: {"x": weight, "weight": x})
 OF_AN_MLP = [*NO_ACTIVATION, ("workspace_bytes is 0; expected .* positive", {"workspace_bytes": 0})]
 
 
@@ -102,10 +103,11 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
     ],
     "cross_entropy": OF_A_LOSS,
     "linear_cross_entropy": [
+        SWAPPED,
         *OF_A_LOSS, *OF_A_HEAD,
         ("cast one", lambda weight, **rest: {"weight": weight.double()}),
     ],
-    "linear_logprobs": [*OF_A_HEAD, ("temperature=0.0", {"temperature": 0.0})],
+    "linear_logprobs": [*OF_A_HEAD, SWAPPED, ("temperature=0.0", {"temperature": 0.0})],
     "kl_div": [("reduction='avg'", {"reduction": "avg"})],
     "jsd": [("reduction='batchmean'", {"reduction": "batchmean"})],
     "linear_jsd": [

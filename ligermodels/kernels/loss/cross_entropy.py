@@ -161,6 +161,15 @@ def check_inputs(
         raise InputError(f"num_items_in_batch has shape {tuple(num_items.shape)}; it is one number.")
 
 
+def check_order(x: Tensor, weight: Tensor, labels: Tensor) -> None:
+    """Raises InputError where x and the head's weight stand in the order of Liger's modules."""
+    if labels.shape != x.shape[:-1] and labels.shape == weight.shape[:-1]:
+        raise InputError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are in Liger's order, (weight, x, labels); here it is "
+            f"(x, weight, labels): labels {tuple(labels.shape)} have an entry for each row of what is given as weight."
+        )
+
+
 def on_device(count: int | Tensor | None, device: torch.device) -> Tensor | None:
     """The divisor as a tensor on the device, without synchronising."""
     if count is None or isinstance(count, Tensor):

@@ -39,6 +39,7 @@ from ligermodels.kernels.loss._cross_entropy_rows import Options, divisors, empt
 from ligermodels.kernels.loss.cross_entropy import (
     CrossEntropyOutput,
     check_inputs,
+    check_order,
     cross_entropy_reference,
     on_device,
     reduce_rows,
@@ -173,6 +174,7 @@ def linear_cross_entropy(
     """
     options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction, token_scaling, return_z_loss,
                       return_token_accuracy, return_predicted_tokens, return_entropy)  # fmt: skip
+    check_order(x, weight, labels)
     check_inputs("x", x, labels, weight.shape[0], class_weight, num_items_in_batch, options)
     if workspace_bytes is None:
         workspace_bytes = max(CHUNK_BYTES, _ROWS * weight.shape[0] * weight.element_size())

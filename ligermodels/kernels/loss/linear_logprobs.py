@@ -31,7 +31,7 @@ from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Opaque, 
 from ligermodels.kernels._gradients import accumulate_grad, target
 from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.loss._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
-from ligermodels.kernels.loss.cross_entropy import check_inputs
+from ligermodels.kernels.loss.cross_entropy import check_inputs, check_order
 
 
 class LogprobsOutput(NamedTuple):
@@ -206,6 +206,7 @@ def linear_logprobs(
     the CPU, where this is `linear_logprobs_reference`. On a GPU create_graph=True raises InputError.
     """
     options = Options(ignore_index, 0.0, 0.0, softcap, "none", False, False, False, False, return_entropy)
+    check_order(x, weight, labels)
     check_inputs("x", x, labels, weight.shape[0], None, None, options)
     workspace_bytes = CHUNK_BYTES if workspace_bytes is None else workspace_bytes
     dtype = check_head(x, weight, bias, num_valid, accum_dtype, workspace_bytes)
