@@ -306,8 +306,9 @@ def build_ours(baseline: Baseline, settings: Settings, folder: Path) -> nn.Modul
 
 def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Module:
     attention = "flex_attention" if "flex" in baseline.options else MODELS[settings.model].attention
-    device = "cpu" if settings.dry else 0  # read there, with no copy of the whole model in the host's memory
-    options: dict[str, Any] = {"attn_implementation": attention, "device_map": {"": device}}
+    options: dict[str, Any] = {"attn_implementation": attention}
+    if not settings.dry:  # read onto the GPU by accelerate, with no copy of the whole model in the host's memory
+        options["device_map"] = {"": 0}
     if baseline.adapters == "nf4":
         from transformers import BitsAndBytesConfig
 

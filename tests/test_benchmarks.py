@@ -142,6 +142,7 @@ def test_layers_in_fp8_are_measured_unless_their_error_is_not_that_of_fp8(run, m
 
 @slow
 def test_curves_in_fp8_are_compared_with_those_of_bf16(run, tmp_path):
+    pytest.importorskip("matplotlib")
     picture = tmp_path / "curves.png"
     code, record, _ = run(fp8_curves, "--recipes", "bf16,rowwise", "--picture", str(picture))
     assert code == 0 and picture.stat().st_size > 1000 and record["text"]["bytes"] == 200_000
