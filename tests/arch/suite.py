@@ -703,7 +703,12 @@ def suites(others):
         if model_type not in others and not arch.extra_inputs:
             tests = importlib.import_module(f"tests.arch.test_{arch.__module__.rpartition('.')[2]}")
             of_arch = (one for one in vars(tests).values() if getattr(one, "arch", None) is arch)
-            found[model_type] = next(one for one in of_arch if issubclass(one, Suite))
+            suite = next((one for one in of_arch if issubclass(one, Suite)), None)
+            assert suite is not None and hasattr(suite, "SWITCHED_ON") and hasattr(suite, "SWITCHED_OFF"), (
+                f"{tests.__file__} needs a class over Suite with arch = {arch.__name__}, SWITCHED_ON and SWITCHED_OFF, "
+                "which docs/adding.md explains"
+            )
+            found[model_type] = suite
     return found
 
 
