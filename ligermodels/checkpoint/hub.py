@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ligermodels.checkpoint.files import COMPANIONS, PICKLES, SAFETENSORS, find_gguf, weight_files
-from ligermodels.errors import CheckpointError, HubError, InputError, LigermodelsError
+from ligermodels.errors import CheckpointError, HubError, InputError, LigermodelsError, did_you_mean
 
 
 def resolve(
@@ -63,7 +63,9 @@ def resolve(
     try:
         return _snapshot(repo, inside, revision, weights, allow_pickle, local_files_only, token, cache_dir)
     except HubError as error:
-        error.add_note(f"  If a folder was meant: there is none at {local.absolute()}.")
+        is_open = os.path.isdir(local.parent) and os.access(local.parent, os.R_OK)
+        near = did_you_mean(local.name, os.listdir(local.parent) if is_open else ())
+        error.add_note(f"  If a folder was meant: there is none at {local.absolute()}{near or '.'}")
         raise
 
 

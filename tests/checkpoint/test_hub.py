@@ -353,3 +353,12 @@ def test_the_token_is_in_no_file(server, tmp_path, api):
     assert SECRET not in repr(vars(loaded)) + repr(loaded)
     loaded.push_to_hub(REPO, token=SECRET)
     assert api[0] == ("token", SECRET) and all(SECRET not in repr(call) for call in api[1:])
+
+
+def test_a_folder_of_nearly_the_same_name_is_named(tmp_path, monkeypatch):
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name, end in (("smolm2", "/smolm2; did you mean 'smollm2'?"), ("nothing/near", "/nothing/near.")):
+        with pytest.raises(HubError) as caught:
+            hub.resolve(name, local_files_only=True, cache_dir=tmp_path / "cache")
+        assert caught.value.__notes__ == [f"  If a folder was meant: there is none at {tmp_path}{end}"]
