@@ -153,7 +153,8 @@ def _speed(prompt_tokens: int, cached: int, times: list[float]) -> str:
     if count == 0:
         return "(no tokens)"
     known = f", {cached} of them cached" if cached else ""
-    line = f"({prompt_tokens} prompt token{'s' * (prompt_tokens != 1)}{known}, first token after {times[1] - times[0]:.2f} s"
+    prompt = f"{prompt_tokens} prompt token{'s' * (prompt_tokens != 1)}{known}"
+    line = f"({prompt}, first token after {times[1] - times[0]:.2f} s"
     if count > 1:
         line += f", then {(count - 1) / (times[-1] - times[1]):.1f} tokens/s"
     return f"{line}; {count} token{'s' * (count != 1)})"

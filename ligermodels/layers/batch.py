@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.layers.parallel import MeshGroup
 
 
@@ -75,6 +76,11 @@ class Batch(MovableInputs):
         past_length: int = 0,
         cp: MeshGroup | None = None,
     ):
+        if not isinstance(rotary, Mapping | None):
+            example = "Batch(rotary={'full': RotaryEmbedding(...)(positions)})"
+            raise InputError(
+                f"Batch: rotary is a {type(rotary).__name__}; expected tables by their names, as in {example}"
+            )
         self.rotary = dict(rotary or {})
         self.key_mask = key_mask
         self.token_mask = token_mask

@@ -349,6 +349,9 @@ REFUSED = {
         rotating=4,
         sinks=True,
     ),
+    "rotary is a tuple; expected tables by their names": lambda x, cache: L.Batch(
+        rotary=L.RotaryEmbedding(4)(x[..., 0])
+    ),
     "has no tables 'local'": lambda x, cache: make_attention(rope="local")(x, batch_of(9)),
     "no states of images, and none in the cache": lambda x, cache: cross(None),
     r"\[2, 3\] tokens, \[1, 7\] states .* batch of one row": lambda x, cache: cross(torch.randn(1, 7, 16)),

@@ -165,8 +165,8 @@ def check_order(x: Tensor, weight: Tensor, labels: Tensor) -> None:
     """Raises InputError where x and the head's weight stand in the order of Liger's modules."""
     if labels.shape != x.shape[:-1] and labels.shape == weight.shape[:-1]:
         raise InputError(
-            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are in Liger's order, (weight, x, labels); here it is "
-            f"(x, weight, labels): labels {tuple(labels.shape)} have an entry for each row of what is given as weight."
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are in Liger's order, (weight, x, labels): labels "
+            f"{tuple(labels.shape)} have an entry for each row of what is given as weight. Here x comes first."
         )
 
 
