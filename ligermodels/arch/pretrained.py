@@ -90,7 +90,7 @@ class Pretrained(nn.Module):
         """
         if not isinstance(config, ModelConfig):
             config = cls.config_class.from_hf(config)
-        place = None if device is None else placement.usable(device)
+        place = None if device is None else torch.device(device) if mesh is not None else placement.usable(device)
         _check_mesh(mesh, parallel, None if place is not None and place.type == "meta" else device)
         model = cls._on_meta(config, dtype, activation_checkpointing, mtp_loss_weight)
         if fp8 is not None:

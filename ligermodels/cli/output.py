@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Prints to stderr, at once."""
-    print(text, end=end, file=sys.stderr, flush=True)
+    """Prints to stderr, at once: in one write, so that the lines of two ranks do not mix."""
+    print(f"{text}{end}", end="", file=sys.stderr, flush=True)
 
 
 def say_error(text: str) -> None:

@@ -30,8 +30,8 @@ _SHOWN = ("reward", "reward_margin", "reward_accuracy")
 
 
 def say(text: str) -> None:
-    """Prints a message: on stderr, which a notebook would paint as an error; there on stdout."""
-    print(text, file=sys.stdout if is_notebook() else sys.stderr, flush=True)
+    """Prints a message, in one write: on stderr, which a notebook would paint as an error; there on stdout."""
+    print(f"{text}\n", end="", file=sys.stdout if is_notebook() else sys.stderr, flush=True)
 
 
 class Reporter:

@@ -183,14 +183,16 @@ def test_what_stays_in_fp32(tmp_path, monkeypatch, stored):
     assert dtypes(load(folder, dtype="fp64")) == ({torch.float64}, torch.float64)
     with torch.no_grad():
         expected = load(folder)(IDS).logits
-        for options in (dict(quantization_config="nf4"), dict(device_map={"": "disk"})):
-            model = load(folder, **options)
-            assert dtypes(model)[0] == {torch.float32} and model(IDS).logits.dtype == torch.bfloat16
-        assert torch.equal(model(IDS).logits, expected)
+        model = load(folder, quantization_config="nf4")
+        assert dtypes(model)[0] == {torch.float32} and model(IDS).logits.dtype == torch.bfloat16
     model = add_lora(load(folder), targets=[], target_parameters=["mlp.gate.weight"])
     model(IDS, labels=IDS).loss.backward()
     assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert dtypes(merge_lora(model)) == ({torch.float32}, torch.bfloat16)
+    pytest.importorskip("accelerate")
+    with torch.no_grad():
+        model = load(folder, device_map={"": "disk"})
+        assert dtypes(model)[0] == {torch.float32} and torch.equal(model(IDS).logits, expected)
 
 
 @pytest.fixture(scope="module")

@@ -221,8 +221,8 @@ def test_the_page_runs(home, tmp_path, monkeypatch):
     variables = {}
     exec(code.replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', repr(str(home / "model"))), variables)
     losses = [line["loss"] for line in variables["metrics"] if "loss" in line]
-    assert str(variables["folder"]) == "tuned/model" and len(losses) == 8 and losses[-1] < losses[0]
-    assert (tmp_path / "tuned" / "adapter").is_dir()
+    assert str(variables["folder"]) == "tuned-in-python/model" and len(losses) == 8 and losses[-1] < losses[0]
+    assert (tmp_path / "tuned-in-python" / "adapter").is_dir()
 
 
 def test_the_docstring_has_every_option():
