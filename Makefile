@@ -48,10 +48,11 @@ gpu:
 	$(PYTHON) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal -m gpu \
 		$(if $(ONLY),-k "$(subst /, and ,$(ONLY))",--record benchmarks/results/gpu.json) tests
 
-# On a machine with a GPU whose python3 holds torch and the group `bench`. docs/benchmarks.md says how to read it.
+# On a machine with GPUs whose python3 holds torch and the group `bench`: all records again (RECORDS="step-* decode":
+# some), then README's table, docs/results.md and the cards. docs/benchmarks.md says how to read them.
 bench:
-	$(PYTHON) -m benchmarks.kernels
-	$(PYTHON) -m benchmarks.train_step --case all
+	$(PYTHON) -m benchmarks.run $(RECORDS)
+	$(PYTHON) -m benchmarks.cards
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

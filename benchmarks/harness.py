@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -47,12 +48,7 @@ def main(
     measure: raises ValueError for options that cannot be measured. If it fails, or the process is terminated, what it
     has recorded is still written.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    parser.add_argument("--dry", action="store_true", help="tiny models on the CPU, to see that everything runs")
-    parser.add_argument("--out", metavar="FILE.json", help="write the record to a file")
-    parser.add_argument("--render", metavar="FILE.json", help="print the tables of a record, and measure nothing")
-    parser.add_argument("--worker", metavar="JOB", help=argparse.SUPPRESS)
+    parser = parser_of(description, add_options)
     options = parser.parse_args(arguments)
     if options.render:
         print(render(json.loads(Path(options.render).read_text())))
@@ -75,6 +71,19 @@ def main(
             Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
     print(render(record), flush=True)
     return int(bool(record.get("red")))
+
+
+def parser_of(
+    description: str | None, add_options: Callable[[argparse.ArgumentParser], None]
+) -> argparse.ArgumentParser:
+    """The command line of a benchmark."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--dry", action="store_true", help="tiny models on the CPU, to see that everything runs")
+    parser.add_argument("--out", metavar="FILE.json", help="write the record to a file")
+    parser.add_argument("--render", metavar="FILE.json", help="print the tables of a record, and measure nothing")
+    parser.add_argument("--worker", metavar="JOB", help=argparse.SUPPRESS)
+    return parser
 
 
 def names(*known: str) -> Callable[[str], list[str]]:
@@ -207,12 +216,21 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
         "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
-        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": _command(sys.argv),
         "settings": {
             name: value for name, value in os.environ.items() if name.startswith(("TRITON_", "PYTORCH_", "LIGER_"))
         },
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _command(argv: Sequence[str]) -> str:
+    """As it is typed, without the file that it writes."""
+    options = list(argv[1:])
+    if "--out" in options:
+        at = options.index("--out")
+        del options[at : at + 2]
+    return f"python -m benchmarks.{Path(argv[0]).stem} {shlex.join(options)}".strip()
 
 
 def _version(package: str) -> str | None:

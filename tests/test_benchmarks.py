@@ -26,6 +26,7 @@ from benchmarks import (
     kernels as kernel_benchmark,
     load,
     quantized,
+    run as run_benchmarks,
     train_command,
     train_step,
     train_unsloth,
@@ -114,6 +115,36 @@ def test_a_worker_that_fails_or_hangs_leaves_a_note():
     job = {"baseline": "ligermodels", "model": "gpt-2", "batch": 1, "seq": 8, "recompute": "none", "baselines": []}
     assert harness.spawn("train_step", job, timeout=100)["note"] == "KeyError: 'gpt-2'"
     assert harness.spawn("train_step", job, timeout=0.01)["note"] == "did not finish in 0.01 s"
+
+
+@pytest.mark.parametrize("name", run_benchmarks.RECORDS)
+def test_the_command_of_each_record_is_one_that_its_benchmark_takes(name):
+    """And its cases exist."""
+    module, options = run_benchmarks.arguments_of(name, 2)
+    benchmark = importlib.import_module(f"benchmarks.{module}")
+    parsed = harness.parser_of(None, benchmark.add_options).parse_args(options)
+    if module == "train_step":
+        assert all(train_step.settings_of(case, parsed).baselines for case in parsed.case)
+
+
+def test_records_are_measured_in_turn_and_what_fails_replaces_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_benchmarks, "RECORDS", {
+        "kernels-norm": "kernels --ops rms_norm --baselines ligermodels",
+        "decode-none": "decode --models no-model", "distributed": "distributed --cases x",
+    })  # fmt: skip
+    (tmp_path / "decode-none-cpu.json").write_text("as it was")
+    assert run_benchmarks.main(["kernels-*", "decode-*", "--folder", str(tmp_path), "--dry"]) == 1
+    record = json.loads((tmp_path / "kernels-norm-cpu.json").read_text())
+    assert record["rms_norm"] and record["environment"]["command"].endswith("--baselines ligermodels --dry")
+    assert (tmp_path / "decode-none-cpu.json").read_text() == "as it was"
+    assert "no-model" in (tmp_path / "unfinished" / "decode-none-cpu.txt").read_text()
+    assert "not finished: decode-none;" in capsys.readouterr().err
+    assert run_benchmarks.main(["kernels-*", "--folder", str(tmp_path), "--dry", "--minutes", "0.01"]) == 1
+    assert "stopped for lack of time" in capsys.readouterr().err
+    for wrong, says in ((["step-none"], "no record is called step-none"), ([], "give --folder")):
+        with pytest.raises(SystemExit):
+            run_benchmarks.main([*wrong, "--dry"])
+        assert says in capsys.readouterr().err
 
 
 @slow
