@@ -420,7 +420,7 @@ def _result_table(kind: str, ours: Sequence[Comparison], up: str) -> str:
 
 def _kernel_title(record: Record) -> str:
     return {"kernels-attention-512-h200": "Attention with heads of 512", "kernels-gated-delta-rule-h200":
-            "The gated delta rule"}.get(record.name, record.name)  # fmt: skip
+            "The gated delta rule", "kernels-moe-experts-biased-h200": "Experts with biases"}.get(record.name, record.name)  # fmt: skip
 
 
 def _kernels(record: Record, up: str) -> str:
