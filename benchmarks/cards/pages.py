@@ -418,9 +418,17 @@ def _result_table(kind: str, ours: Sequence[Comparison], up: str) -> str:
     return table(titles, rows)
 
 
+_KERNEL_TITLES = {
+    "kernels-attention-512": "Attention with heads of 512",
+    "kernels-attention-sinks": "Attention with sinks",
+    "kernels-gated-delta-rule": "The gated delta rule",
+    "kernels-moe-experts": "Experts",
+    "kernels-moe-experts-biased": "Experts with biases",
+}
+
+
 def _kernel_title(record: Record) -> str:
-    return {"kernels-attention-512-h200": "Attention with heads of 512", "kernels-gated-delta-rule-h200":
-            "The gated delta rule", "kernels-moe-experts-biased-h200": "Experts with biases"}.get(record.name, record.name)  # fmt: skip
+    return _KERNEL_TITLES.get(record.name.rpartition("-")[0], record.name)
 
 
 def _kernels(record: Record, up: str) -> str:
