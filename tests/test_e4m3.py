@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ligermodels
+from ligermodels.arch import placement
 from ligermodels.errors import InputError
 from ligermodels.generation import generate_many
 from ligermodels.kernels.linear import fp8, fp8_matmul
@@ -45,6 +46,7 @@ def test_the_gpus(monkeypatch):
 def test_load(ampere, tmp_path, monkeypatch, place):
     """Before a weight is read."""
     llama().save_pretrained(tmp_path)
+    monkeypatch.setattr(placement, "usable", lambda device, name=None: torch.device(device))  # also without a GPU
     monkeypatch.setattr(ligermodels.checkpoint.weights, "load", lambda *args, **options: pytest.fail("reads weights"))
     with pytest.raises(InputError, match=rf'quantization_config="fp8": {CAPABILITY}.*\n  {WEIGHTS}'):
         ligermodels.load(tmp_path, quantization_config="fp8", progress=False, **place)
