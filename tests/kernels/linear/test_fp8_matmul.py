@@ -76,8 +76,8 @@ def test_the_kernels_give_the_bits_of_the_reference(device, poison, dtype, power
 
 
 def test_long_rows_many_rows_and_strided_ones(device, poison):
-    wide = make(2, 32784, device)
-    assert all(map(same, quantize_rows(wide), quantize_reference(wide, "e4m3", False)))
+    long = make(2, 32784, device)
+    assert all(map(same, quantize_rows(long), quantize_reference(long, "e4m3", False)))
     tall = make(300, 16, device)  # three parts of rows
     q, scale = quantize_transposed(tall)
     expected, of_columns = quantize_reference(tall.t(), "e4m3", False)
@@ -85,7 +85,7 @@ def test_long_rows_many_rows_and_strided_ones(device, poison):
     part = make(20, 96, device)[:, 32:80]
     assert all(map(same, quantize_rows(part), quantize_reference(part, "e4m3", False)))
     assert same(quantize_transposed(part)[0][:, :20], quantize_reference(part.t(), "e4m3", False)[0])
-    for x in (wide[:, :400], tall, part):  # several tiles of columns, several programs of rows
+    for x in (long[:, :400], tall, part):  # several tiles of columns, several programs of rows
         (q, scale), (turned, of_columns) = quantize_both(x)
         assert all(map(same, (q, scale), quantize_reference(x, "e4m3", False)))
         expected = quantize_reference(x.t(), "e4m3", False)
@@ -230,6 +230,26 @@ def test_what_cannot_be_computed_is_refused(device):
         FP8Recipe("blockwise")
     with pytest.raises(InputError, match="leave the recipe out"):
         FP8Recipe(forward="bf16", dx="bf16", dw="bf16")
+    for wrong in ("forward", ("forward", "dy")):
+        with pytest.raises(InputError, match="expected a tuple of forward, dx, dw"):
+            FP8Recipe(fast_accumulation=wrong)
+
+
+@pytest.mark.parametrize("fast", [(), ("forward", "dx"), ("dw",)], ids=str)
+def test_the_named_products_are_added_fast(device, monkeypatch, fast):
+    """All three have other sizes, by which the calls are known."""
+    weight, x = torch.nn.Parameter(make(48, 64, device)), make(80, 64, device).requires_grad_()
+    calls, multiply = {}, torch._scaled_mm
+
+    def spy(a, b, *args, use_fast_accum, **options):
+        calls[a.shape[0], b.shape[1]] = use_fast_accum
+        return multiply(a, b, *args, use_fast_accum=use_fast_accum, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", spy)
+    y = linears(x, [LinearOperand(FP8Weight(weight, FP8Recipe(fast_accumulation=fast)))])
+    y.backward(make(80, 48, device))
+    sizes = {"forward": (80, 48), "dx": (80, 64), "dw": (48, 64)}
+    assert calls == {size: product in fast for product, size in sizes.items()}
 
 
 def test_strided_inputs_and_gradients(device):

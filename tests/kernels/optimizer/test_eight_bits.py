@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from ligermodels.kernels.optimizer import adamw as adamw_file
 from ligermodels.kernels.optimizer.adamw import adamw, adamw_reference
 from ligermodels.kernels.optimizer.eight_bits import BLOCK, MOMENT, ROOT, decode, encode, exponents_shape
 from ligermodels.kernels.optimizer.rounding import ShardLayout, join_master
@@ -98,15 +97,6 @@ def run(op, tensors, grads, *, on_device=False, **options):
             values = {key: torch.tensor(float(value), device=w.device) for key, value in values.items()}
         op(w, grad, m, v, r, tuple(exponents), **values, **OPTIONS, **options)
     return [w, m, v, r, tuple(exponents)]
-
-
-@pytest.fixture
-def where(request, monkeypatch):
-    """The path of a step, by name; "pieces on the CPU" is that without Triton."""
-    if request.param == "pieces on the CPU":
-        monkeypatch.setattr(adamw_file, "use_triton", lambda x: False)
-        monkeypatch.setattr(adamw_file, "_CPU_CHUNK", 512)
-    return request.param
 
 
 @pytest.mark.parametrize(
