@@ -1,4 +1,4 @@
-"""Measures records of benchmarks/results anew, side by side on the GPUs of a machine, each by one command.
+"""Measures records of benchmarks/results again, side by side on the GPUs of a machine, each by one command.
 
     python -m benchmarks.run                                       # all of them, then: python -m benchmarks.cards
     python -m benchmarks.run step-llama-1b decode --minutes 10
@@ -135,9 +135,10 @@ class Runs:
 
 
 def _gpu() -> str:
-    """The GPU's short name: "h200"."""
+    """The GPU's short name, of "NVIDIA H100 80GB HBM3" "h100"."""
     name = torch.cuda.get_device_name()
-    return re.sub(r"\W+", "-", name.removeprefix("NVIDIA ")).split("-PCIe")[0].lower()
+    model = re.search(r"(RTX )?\w*\d\w*", name)
+    return (model[0] if model else name).lower().replace(" ", "-")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@
     python -m benchmarks.train_command --case llama-3.2-1b:16384 --trained lora --baselines ligermodels,trl
     python -m benchmarks.train_command --dry
 
-A case is MODEL:TOKENS, so many in a packed forward. Weights are random, of the config's sizes; a row has some 200
+A case is MODEL:TOKENS, the tokens of a packed forward. Weights are random, of the config's sizes; a row has some 200
 random ids, a third of which are not trained. "full" trains all weights, "lora" adapters of rank 16 on all linear
 modules, which are the same for all. Optimizer, learning rate and what is recomputed (nothing) are the same. A baseline
 is
@@ -199,10 +199,10 @@ def train_ours(job: dict[str, Any], out: Path) -> list[dict[str, float]]:
     words = [str(word) for key, value in options.items() if key != "model"
              for word in (f"--{key.replace('_', '-')}", value)]  # fmt: skip
     capture = ["--capture"] if job["baseline"].endswith("+capture") else []
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):  # a line of it is not a result
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):  # a line of it is not a result
         if command(["train", "sft", options["model"], *words, *capture]) != 0:
-            raise RuntimeError(f"the command failed: {told.getvalue()[-200:]}")
+            raise RuntimeError(f"the command failed: {printed.getvalue()[-200:]}")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "tokens_per_second" in line]
 

@@ -127,6 +127,15 @@ def test_the_command_of_each_record_is_one_that_its_benchmark_takes(name):
         assert all(train_step.settings_of(case, parsed).baselines for case in parsed.case)
 
 
+@pytest.mark.parametrize("name, short", [
+    ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"),
+    ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+])  # fmt: skip
+def test_records_have_the_short_name_of_the_gpu(name, short, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert run_benchmarks._gpu() == short
+
+
 def test_records_are_measured_in_turn_and_what_fails_replaces_none(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_benchmarks, "RECORDS", {
         "kernels-norm": "kernels --ops rms_norm --baselines ligermodels",

@@ -30,8 +30,8 @@ _aten = torch.ops.aten
 def in_one_layout(do: Tensor) -> Tensor:
     """The gradient of cuDNN's output [B, S, H, D], contiguous.
 
-    torch 2.11 keeps the graph of cuDNN's backward by the layouts of q, k and v alone: once built, it would read the
-    gradient of a later call with these in the layout of the first.
+    torch keeps the graph of cuDNN's backward by the layouts of q, k and v alone: once built, it would read the gradient
+    of a later call with these in the layout of the first. Source: aten/src/ATen/native/cudnn/MHA.cpp.
     """
     return do.contiguous()
 

@@ -23,10 +23,11 @@ class FP8Recipe:
     scaling: "rowwise", or "tensorwise": a scale for each row of what is multiplied, or one. forward, dx, dw: "fp8" or
     "bf16", of each product. grad_dtype: of dy, "e4m3" or "e5m2", which has a larger range and an error of 5.2 %; all
     else is e4m3. powers_of_two: scales are rounded up to powers of two. fast_accumulation: the products, of "forward",
-    "dx" and "dw", whose whole sums tensor cores keep in some 14 bits, where others are moved to fp32 every 128 terms;
-    dW has the longest sums, and is no faster so. keep_weights: the FP8 numbers of weights stay in memory, 1 byte each,
-    until a weight has another version; else each forward and each backward quantises them. Only where nothing changes a
-    weight through `.data`, which makes no version: torch's optimizers and ours do not.
+    "dx" and "dw", whose whole sums are kept in the tensor cores' own precision (use_fast_accum of torch._scaled_mm),
+    where others are moved to fp32 on the way; dW has the longest sums, and is no faster so. keep_weights: the FP8
+    numbers of weights stay in memory, 1 byte each, until a weight has another version; else each forward and each
+    backward quantises them. Only where nothing changes a weight through `.data`, which makes no version: torch's
+    optimizers and ours do not.
     """
 
     scaling: Literal["rowwise", "tensorwise"] = "rowwise"
