@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.attention import _torch_sinks
 from tests.kernels.cases import LAYOUTS, Case, Maker, drawn, pairwise
 from tests.kernels.interpreter import CHUNK
 from tests.kernels.judge import (
@@ -361,9 +360,7 @@ def positional(name: str, dtype: torch.dtype, device: str, choice: int = 0):
 @pytest.mark.gpu
 @each_op
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_whole(name, dynamic, monkeypatch):
-    if name.endswith("with sinks"):  # compiled it is never by cuDNN, and another engine rounds in other places
-        monkeypatch.setattr(_torch_sinks, "_is_allowed", lambda engine: engine != "cudnn")
+def test_compiles_whole(name, dynamic):
     assert_compiles(*positional(name, torch.bfloat16, "cuda"), dynamic=dynamic)
 
 

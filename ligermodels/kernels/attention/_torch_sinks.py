@@ -39,15 +39,14 @@ def in_one_layout(do: Tensor) -> Tensor:
 def engine_with_lse(q: Tensor, *, plain: bool) -> str | None:
     """The name of torch's engine for q [B, S, HQ, D], or None. plain: S = K causal, or no mask at all.
 
-    Never cuDNN under torch.compile, which traced wrong gradients in torch 2.11. None where
-    `torch.nn.attention.sdpa_kernel` allows none of them, as for second derivatives.
+    None where `torch.nn.attention.sdpa_kernel` allows none of them, as for second derivatives.
     """
     half = q.dtype in (torch.bfloat16, torch.float16)
     if q.device.type == "cpu":
         return "cpu" if _is_allowed("flash") else None
     if q.device.type != "cuda" or cuda_capability(q.device.index) < 80:  # 0 on AMD's GPUs
         return None
-    of_cudnn = plain and half and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0 and not torch.compiler.is_compiling()
+    of_cudnn = plain and half and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
     if of_cudnn and is_datacenter(q.device.index) and _is_allowed("cudnn"):
         return "cudnn"
     aligned = q.shape[-1] * q.element_size() % 16 == 0 and (half or q.dtype == torch.float32)
@@ -92,7 +91,10 @@ class _OfTorch(torch.autograd.Function):
         total = torch.logaddexp(rows, sinks.to(lse.dtype))
         if hidden is not None:
             total = total.masked_fill(hidden, float("inf"))
-        out.mul_(torch.exp(rows - total)[..., None])
+        factor = torch.exp(rows - total)[..., None]
+        # torch 2.11 compiles a forward that returns every intermediate tensor. An output that is there twice, as after
+        # a change in place or a conversion to its dtype, gets gradients of 0.
+        out = (out * factor).to(out.dtype, copy=True) if torch.compiler.is_compiling() else out.mul_(factor)
         tensors = [x for x in rest if isinstance(x, Tensor)]  # they come first
         ctx.save_for_backward(q, k, v, sinks, bias, out, total, *tensors)
         ctx.options = causal, scale, engine
