@@ -39,8 +39,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import harness
 from benchmarks.harness import Record, Row, summary
 from ligermodels import kernels
-from ligermodels.kernels.attention._flash_attention import flash_attention
-from ligermodels.kernels.attention._torch_sinks import attention_with_sinks
 from tests.kernels import judge
 from tests.kernels.cases import Case, Maker
 from tests.kernels.ops import OPS as TESTED
@@ -435,10 +433,9 @@ def sinks_case(maker: Maker, **sizes: Any) -> Case:
 
 
 def attentions_with_sinks(case: Case) -> dict[str, Call]:
-    """Both candidates for bf16 on a GPU, by name, and what people train gpt-oss with. Masks are made once."""
+    """What people train gpt-oss with. Masks are made once."""
     q, window, bounds = case.tensors["q"], case.options.get("window"), case.options.get("cu_seqlens")
     batch, length, scale = *q.shape[:2], q.shape[3] ** -0.5
-    of_flash: dict[str, Any] = dict(causal=True, window=window, softcap=None, scale=scale, key_mask=None)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (query >= key) & (document[query] == document[key])
@@ -460,13 +457,6 @@ def attentions_with_sinks(case: Case) -> dict[str, Call]:
         hidden = ~sees(at, at, at[:, None], at)
         return torch.zeros(1, 1, length, length, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
 
-    def of_triton(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any) -> Tensor:
-        return flash_attention(q, k, v, sinks=sinks, cu_seqlens=bounds, **of_flash)
-
-    def of_cudnn(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        return attention_with_sinks(*heads_first, sinks[:, None], None, True, scale, "cudnn").transpose(1, 2)
-
     def flex(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any) -> Tensor:
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         return _flex_attention_with_sinks()(*heads_first, sinks, block_mask()).transpose(1, 2)
@@ -478,10 +468,7 @@ def attentions_with_sinks(case: Case) -> dict[str, Call]:
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         return eager_attention_forward(layer, *heads_first, mask(), scaling=scale)[0]
 
-    engines: dict[str, Call] = {"Flash attention in Triton": of_triton}
-    if not case.options:
-        engines["cuDNN with lse"] = of_cudnn
-    return engines | {"FlexAttention": flex, "transformers, eager": of_transformers}
+    return {"FlexAttention": flex, "transformers, eager": of_transformers}
 
 
 @functools.cache

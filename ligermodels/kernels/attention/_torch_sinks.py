@@ -20,43 +20,26 @@ from ligermodels.kernels._triton import (
     assume_constant_result,
     cdiv,
     cuda_capability,
-    is_datacenter,
     once_differentiable,
 )
 
 _aten = torch.ops.aten
 
 
-def in_one_layout(do: Tensor) -> Tensor:
-    """The gradient of cuDNN's output [B, S, H, D], contiguous.
-
-    torch keeps the graph of cuDNN's backward by the layouts of q, k and v alone: once built, it would read the gradient
-    of a later call with these in the layout of the first. Source: aten/src/ATen/native/cudnn/MHA.cpp.
-    """
-    return do.contiguous()
-
-
-def engine_with_lse(q: Tensor, *, plain: bool) -> str | None:
-    """The name of torch's engine for q [B, S, HQ, D], or None. plain: S = K causal, or no mask at all.
-
-    None where `torch.nn.attention.sdpa_kernel` allows none of them, as for second derivatives.
-    """
-    half = q.dtype in (torch.bfloat16, torch.float16)
+def engine_with_lse(q: Tensor) -> str | None:
+    """The name of torch's engine for q [B, S, HQ, D], or None, also where `torch.nn.attention.sdpa_kernel` does not
+    allow it, as for second derivatives."""
     if q.device.type == "cpu":
         return "cpu" if _is_allowed("flash") else None
     if q.device.type != "cuda" or cuda_capability(q.device.index) < 80:  # 0 on AMD's GPUs
         return None
-    of_cudnn = plain and half and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
-    if of_cudnn and is_datacenter(q.device.index) and _is_allowed("cudnn"):
-        return "cudnn"
-    aligned = q.shape[-1] * q.element_size() % 16 == 0 and (half or q.dtype == torch.float32)
-    return "efficient" if aligned and _is_allowed("mem_efficient") else None
+    aligned = q.shape[-1] * q.element_size() % 16 == 0
+    floats = q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return "efficient" if aligned and floats and _is_allowed("mem_efficient") else None
 
 
 @assume_constant_result
 def _is_allowed(engine: str) -> bool:
-    if engine == "cudnn" and torch.are_deterministic_algorithms_enabled():
-        return False  # its gradients are not summed in a fixed order
     return getattr(torch.backends.cuda, f"{engine}_sdp_enabled")()
 
 
@@ -87,7 +70,7 @@ class _OfTorch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, bias, hidden, causal, scale, engine):
         out, lse, *rest = _FORWARD[engine](q, k, v, bias, causal, scale)
-        rows = lse.flatten(2)[..., : q.shape[2]]
+        rows = lse[..., : q.shape[2]]
         total = torch.logaddexp(rows, sinks.to(lse.dtype))
         if hidden is not None:
             total = total.masked_fill(hidden, float("inf"))
@@ -95,22 +78,20 @@ class _OfTorch(torch.autograd.Function):
         # torch 2.11 compiles a forward that returns every intermediate tensor. An output that is there twice, as after
         # a change in place or a conversion to its dtype, gets gradients of 0.
         out = (out * factor).to(out.dtype, copy=True) if torch.compiler.is_compiling() else out.mul_(factor)
-        tensors = [x for x in rest if isinstance(x, Tensor)]  # they come first
-        ctx.save_for_backward(q, k, v, sinks, bias, out, total, *tensors)
+        ctx.save_for_backward(q, k, v, sinks, bias, out, total, *rest)
         ctx.options = causal, scale, engine
-        ctx.sizes = rest[len(tensors) :]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        q, k, v, sinks, bias, out, total, *tensors = ctx.saved_tensors
+        q, k, v, sinks, bias, out, total, *rest = ctx.saved_tensors
         causal, scale, engine = ctx.options
         dsinks = None
         if ctx.needs_input_grad[3]:
             p = torch.exp(sinks.to(total.dtype) - total)
             dsinks = -(p * (do.to(total.dtype) * out).sum(-1)).sum_to_size(sinks.shape).to(sinks.dtype)
-        dq, dk, dv = _BACKWARD[engine](do, q, k, v, bias, out, total, (*tensors, *ctx.sizes), causal, scale)
+        dq, dk, dv = _BACKWARD[engine](do, q, k, v, bias, out, total, rest, causal, scale)
         return dq, dk, dv, dsinks, None, None, None, None, None
 
 
@@ -136,25 +117,6 @@ def _efficient_backward(do, q, k, v, bias, out, lse, rest, causal, scale):
     return backward(do, q, k, v, bias, out, lse, *rest, 0.0, wanted, causal, scale=scale)[:3]
 
 
-def _cudnn(q, k, v, bias, causal, scale):
-    out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
-        q, k, v, bias, True, 0.0, causal, False, scale=scale
-    )
-    return out, lse, seed, offset, cum_q, cum_k, max_q, max_k
-
-
-def _cudnn_backward(do, q, k, v, bias, out, lse, rest, causal, scale):
-    seed, offset, *sizes = rest
-    backward = _aten._scaled_dot_product_cudnn_attention_backward
-    do = in_one_layout(do.transpose(1, 2)).transpose(1, 2)
-    return backward(do, q, k, v, out, lse[..., None], seed, offset, bias, *sizes, 0.0, causal, scale=scale)
-
-
-_FORWARD: dict[str, Callable[..., Any]] = {"cpu": _cpu, "efficient": _efficient, "cudnn": _cudnn}
-"""(out, lse, what the backward needs besides, tensors first): lse [B, H, S], of cudnn [B, H, S, 1], of efficient with
-rows padded to multiples of 32."""
-_BACKWARD: dict[str, Callable[..., Any]] = {
-    "cpu": _cpu_backward,
-    "efficient": _efficient_backward,
-    "cudnn": _cudnn_backward,
-}
+_FORWARD: dict[str, Callable[..., Any]] = {"cpu": _cpu, "efficient": _efficient}
+"""(out, lse, what the backward needs besides): lse [B, H, S], of efficient with rows padded to multiples of 32."""
+_BACKWARD: dict[str, Callable[..., Any]] = {"cpu": _cpu_backward, "efficient": _efficient_backward}

@@ -18,9 +18,9 @@ the engine:
 | packed sequences without a mask, their | where `_one_by_one` says so, one batch per run of equal lengths,  |
 | lengths known to the host              | so that images and video frames get torch's first choice          |
 | together                               | torch's first choice, with a boolean mask [B, 1, S, K]            |
-| sinks                                  | bf16, fp16: as above, but `flash_attention` in place of           |
-|                                        | FlashAttention-2; else an engine of torch that returns lse, see   |
-|                                        | `_torch_sinks`: that of the CPU, the memory-efficient kernel      |
+| sinks                                  | bf16, fp16: `flash_attention`, in Triton; else an engine of torch |
+|                                        | that returns lse, see `_torch_sinks`: that of the CPU, the        |
+|                                        | memory-efficient kernel                                           |
 | D > 256, bf16, fp16, on Hopper and     | without a softcap or sinks and from 1,024 queries on              |
 | datacenter Blackwell                   | `unfused_attention`, in Triton, whatever the mask                 |
 | CPU; no Triton; D > 256; the rest      | torch's first choice, with a boolean mask where one is needed;    |
@@ -59,7 +59,7 @@ from ligermodels.kernels._triton import (
     use_triton,
 )
 from ligermodels.kernels.attention._flash_attention import flash_attention
-from ligermodels.kernels.attention._torch_sinks import attention_with_sinks, engine_with_lse, in_one_layout
+from ligermodels.kernels.attention._torch_sinks import attention_with_sinks, engine_with_lse
 from ligermodels.kernels.attention._unfused_attention import unfused_attention
 
 
@@ -171,13 +171,10 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if unfused:
         return unfused_attention(q, k, v, scale=scale, max_seqlen=max_seqlen, **options)
-    by_torch = softcap is None and ((everything and small) or length == 1)
-    lse_engine = None if sinks is None else engine_with_lse(q, plain=everything and small)
-    if sinks is not None:
-        # cuDNN is the faster one without sinks; to be measured with them: benchmarks/kernels.py, attention_sinks.
-        by_torch = by_torch and lse_engine == "cudnn" and length > 1
+    by_torch = softcap is sinks is None and ((everything and small) or length == 1)
     if together is None and _triton_takes(q, softcap) and not by_torch:
         return flash_attention(q, k, v, softcap=softcap, scale=scale, sinks=sinks, **options)
+    lse_engine = None if sinks is None else engine_with_lse(q)
     if softcap is not None or q.numel() == 0 or (sinks is not None and lse_engine is None):
         if q.device.type != "cpu" and q.numel() and length > 1 and not torch.compiler.is_compiling():
             why, what = _not_by_triton(q, softcap), "sinks" if softcap is None else "a softcap"
@@ -188,9 +185,9 @@ def attention(
         mask = None if plain else _visible(q, k, **options, with_sinks=sinks is not None)
         return _decode(q, k, v, mask, scale, sinks, lse_engine)
     if everything:
-        chunked = head_chunks and not torch.compiler.is_compiling()
-        run = _by_head_chunks if chunked else _sdpa
-        return run(q, k, v, None, causal, scale, sinks, lse_engine)
+        if head_chunks and sinks is None and not torch.compiler.is_compiling():
+            return _by_head_chunks(q, k, v, causal, scale)
+        return _sdpa(q, k, v, None, causal, scale, sinks, lse_engine)
     mask = _visible(q, k, **options, with_sinks=sinks is not None)
     return _sdpa(q, k, v, mask, False, scale, sinks, lse_engine)
 
@@ -268,17 +265,13 @@ def engine(
     """(engine, reason) of `attention` for q [B, S, heads, D], causal and longer than the window; the reason says why it
     is not the first choice, "" if it is."""
     takes = _triton_takes(q, softcap)
-    of_torch = engine_with_lse(q, plain=window is None) if sinks and softcap is None else None
-    if of_torch == "cudnn":
-        return "cuDNN; packed rows: flash_attention in Triton", ""
-    if sinks and takes:
-        return "flash_attention in Triton", ""
-    if sinks:
-        name = "attention_reference, scores in memory" if of_torch is None else "torch's kernel with lse"
+    if sinks and not takes:
+        in_memory = softcap is not None or engine_with_lse(q) is None
+        name = "attention_reference, scores in memory" if in_memory else "torch's kernel with lse"
         return name, _not_by_triton(q, softcap)
     if _unfused_takes(q, softcap):
         return f"unfused_attention in Triton from {_UNFUSED_QUERIES} tokens on, else torch SDPA", ""
-    if takes and (softcap is not None or window is not None):
+    if takes and (softcap is not None or window is not None or sinks):
         return "flash_attention in Triton", ""
     if takes:
         return "torch SDPA; packed rows: flash_attention in Triton", ""
@@ -290,22 +283,14 @@ def engine(
 _CHUNK_ELEMENTS = 2**26
 
 
-def _by_head_chunks(
-    q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float, sinks: Tensor | None,
-    lse_engine: str | None,
-) -> Tensor:  # fmt: skip
+def _by_head_chunks(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     """`_sdpa`, in chunks of heads if q is large, because the backward's workspace grows with the heads."""
     chunks = q.numel() // _CHUNK_ELEMENTS
     if chunks < 2 or k.shape[2] == 1 or not only_backward() or torch.is_autocast_enabled(q.device.type):
-        return _sdpa(q, k, v, mask, causal, scale, sinks, lse_engine)
+        return _sdpa(q, k, v, None, causal, scale)
     heads = cdiv(k.shape[2], chunks)
-    query_heads = heads * (q.shape[2] // k.shape[2])
-    split = q.split(query_heads, 2), k.split(heads, 2), v.split(heads, 2)
-    of_chunks: Any = itertools.repeat(None) if sinks is None else sinks.split(query_heads)
-    outs = [
-        _sdpa(q, k, v, mask, causal, scale, sinks, lse_engine)
-        for q, k, v, sinks in zip(*split, of_chunks, strict=False)
-    ]
+    split = q.split(heads * (q.shape[2] // k.shape[2]), 2), k.split(heads, 2), v.split(heads, 2)
+    outs = [_sdpa(*chunk, None, causal, scale) for chunk in zip(*split, strict=True)]
     return attach(_joined(*outs), _joined, *outs)  # each chunk is saved for its own backward anyway
 
 
@@ -314,8 +299,8 @@ def _joined(*outs: Tensor) -> Tensor:
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, sinks: Tensor | None,
-    lse_engine: str | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, sinks: Tensor | None = None,
+    lse_engine: str | None = None,
 ) -> Tensor:  # fmt: skip
     if sinks is not None and lse_engine is not None:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -330,8 +315,17 @@ def _sdpa(
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped)
     out = out.transpose(1, 2)
     if half and out.is_cuda and out.requires_grad and not torch.compiler.is_compiling():
-        out.register_hook(in_one_layout)
+        out.register_hook(_in_one_layout)
     return out
+
+
+def _in_one_layout(do: Tensor) -> Tensor:
+    """The gradient of cuDNN's output [B, S, H, D], contiguous.
+
+    torch keeps the graph of cuDNN's backward by the layouts of q, k and v alone: once built, it would read the gradient
+    of a later call with these in the layout of the first. Source: aten/src/ATen/native/cudnn/MHA.cpp.
+    """
+    return do.contiguous()
 
 
 def _decode(
