@@ -308,7 +308,7 @@ CASES: dict[str, Case] = {
     },
     **{
         f"qwen3-30b-a3b-{name}": Case(
-            "qwen3-30b-a3b", 2, 4096, "block",
+            "qwen3-30b-a3b", 4, 4096, "block",
             tuple(f"ligermodels+{kind}:{policy}" for policy in ("none", "mlp", "block")), steps=5,
         )
         for name, kind in (("lora", "lora"), ("qlora", "nf4"))
