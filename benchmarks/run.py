@@ -55,6 +55,7 @@ RECORDS = {
     "step-llama-70b-qlora": f"train_step --case llama-70b-qlora --steps 3 {_RAM}",
     "train-command": f"train_command {_RAM}",
     "decode": "decode --baselines captured,hf",
+    "decode-experts": "decode_experts",
     "decode-gpt-oss-20b": "decode --models gpt-oss-20b --weights bf16,mxfp4 --cases 1x128+256,8x128+256",
     "decode-gemma-4-31b": "decode --models gemma-4-31b --cases 1x32768+64",
     "decode-qwen3-30b-a3b": "decode --models qwen3-30b-a3b --cases 1x128+256,8x128+256",

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ligermodels
 from benchmarks import (
     decode,
+    decode_experts,
     distributed,
     fp8,
     fp8_curves,
@@ -545,6 +546,7 @@ def test_loading_is_measured_and_wrong_weights_get_no_figures(monkeypatch, run, 
         (load, "--gpus 2 --runs 1"),
         (decode, "--models llama-3.2-1b --rollout 2x2x8+8"),
         (quantized, "--rows 1,3 --kinds int8,fp8"),
+        (decode_experts, "--rows 1,3"),
     ],
     ids=lambda value: str(value)[-12:],
 )

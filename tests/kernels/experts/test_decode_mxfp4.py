@@ -14,13 +14,19 @@ from ligermodels.kernels.linear.mxfp4 import MXFP4Weight
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand
 
 UNIT = ClampedSwiGLU(1.702, 7.0).name
-SMALL, LARGE = (Tile(16, 16, 64, 4, 3), Tile(16, 16, 128, 4, 3)), (Tile(32, 32, 256, 4, 3), Tile(32, 64, 256, 4, 3))
+TILES = {
+    "chosen": None,
+    "small": (Tile(16, 16, 64, 4, 3), Tile(16, 16, 128, 4, 3)),
+    "large": (Tile(32, 32, 256, 4, 3), Tile(32, 64, 256, 4, 3)),
+    "by PTX, one warp": (Tile(8, 16, 128, 1), Tile(8, 16, 128, 1)),
+    "by PTX, two and eight warps": (Tile(8, 16, 256, 2), Tile(8, 16, 1024, 8)),
+}
 
 
-def draw(*shape, device):
+def draw(*shape, device, scales=(119, 124)):
     *rows, columns = shape
     blocks = torch.randint(0, 256, (*rows, columns // 32, 16), dtype=torch.uint8)
-    scales = torch.randint(119, 124, (*rows, columns // 32), dtype=torch.uint8)
+    scales = torch.randint(*scales, (*rows, columns // 32), dtype=torch.uint8)
     return MXFP4Weight.of_blocks(blocks.to(device), scales.to(device))
 
 
@@ -43,15 +49,18 @@ def exact(x, weights, experts, *operands, activation):
     return experts_reference(x.double(), weights.double(), experts, *whole, activation=activation)
 
 
-@pytest.mark.parametrize("tiles", [SMALL, LARGE, None], ids=["small", "large", "chosen"])
+@pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("tokens, shape, activation", [
-    (1, (96, 160), UNIT), (7, (160, 64, 4, 3, False), "silu"), (20, (64, 96, 1, 1), UNIT),
+    (1, (96, 160), UNIT), (1, (1184, 544, 3, 3), "silu"), (7, (160, 64, 4, 3, False), "silu"),
+    (20, (64, 96, 1, 1), UNIT),
 ], ids=str)  # fmt: skip
 def test_as_exact_as_bf16(device, poison, monkeypatch, tiles, tokens, shape, activation):
     """The last has more tokens of one expert than a program multiplies. h and y are rounded to bf16, interpreted
     truncated, which is twice that."""
-    if tiles is not None:
-        monkeypatch.setattr(decode_file, "_tiles", lambda *args: tiles)
+    if device == "cpu" and "PTX" in tiles:
+        pytest.skip("the interpreter has no PTX")
+    if TILES[tiles] is not None:
+        monkeypatch.setattr(decode_file, "_tiles", lambda *args: TILES[tiles])
     tensors = inputs_of(tokens, *shape, device=device)
     assert decode_mxfp4_takes(*tensors)
     found, wanted = decode_mxfp4(*tensors, activation), exact(*tensors, activation=activation)
@@ -59,6 +68,20 @@ def test_as_exact_as_bf16(device, poison, monkeypatch, tiles, tokens, shape, act
     error = (found.double() - wanted).abs().max() / wanted.abs().max()
     assert error <= (2**-7 if device == "cuda" else 2**-6)
     assert ((found.double() - wanted).norm() / wanted.norm()) <= (2**-8 if device == "cuda" else 2**-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", [(11, 16), (140, 145)], ids=str)
+def test_smallest_and_largest_scales(poison, scales):
+    """Of weights that are unpacked without rounding. The interpreter multiplies scales in fp16."""
+    device = "cuda"
+    x, weights, experts, first, last = inputs_of(3, bias=False, device=device)
+    first, last = (operand._replace(weight=draw(*operand.weight.shape, device=device, scales=s)) for operand, s in (
+        (first, scales), (last, (119, 124)),
+    ))  # fmt: skip
+    x = x * 2.0 ** (123 - scales[1])
+    found, wanted = (f(x, weights, experts, first, last, activation=UNIT) for f in (decode_mxfp4, exact))
+    assert (found.double() - wanted).norm() <= 2**-8 * wanted.norm()
 
 
 def test_an_expert_that_there_is_not_makes_its_token_nan(device, poison):
