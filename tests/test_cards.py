@@ -96,6 +96,14 @@ def test_ours_is_compared_with_the_strongest_peer_of_the_same_record():
     }  # fmt: skip
 
 
+def test_a_row_that_did_not_run_is_beside_those_of_its_case():
+    rows = [{"baseline": "ligermodels", "recompute": "block", "tokens/s": 2.0}, {"baseline": "hf", "note": "no memory"}]
+    env = {"device": "NVIDIA H200", "commit": "abc", "date": "2026-01-01"}
+    record = records.Record("step-x", {"environment": env, "gemma-4-e4b: gemma-4-e4b, 4 x 4096": rows})
+    (one,) = tables.comparisons(records.measurements([record]))
+    assert [row.note for row in one.all] == ["", "no memory"] and tables.model_name(one.ours.model) == "Gemma-4-E4B"
+
+
 def test_rows_of_the_commit_beside_which_a_record_was_measured_are_left_out():
     found = records.measurements(records.records())
     beside = [row for row in found if row.record.name.endswith("beside-921b940-h200")]

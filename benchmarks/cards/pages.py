@@ -207,7 +207,8 @@ def _measured(chosen: Sequence[Comparison], rows: Sequence[Measurement], used: d
             key not in here or (row.is_ours and row.record.date > one.ours.record.date))]  # fmt: skip
         for row in sorted((*one.all, *others), key=lambda row: not row.is_ours):
             used[row.record.name] = row.record
-            trained = tables.TRAINED.get(row.trained)  # of generation it is the format of the weights
+            generation = row.kind in ("decode", "drafted", "first token", "load")  # it is the format of the weights
+            trained = None if generation else tables.TRAINED[row.trained]
             title = ", ".join(filter(None, (model_name(row.model), trained)))
             groups.setdefault(title, []).append(_cells(row, one))
     titles = {
@@ -438,6 +439,9 @@ def _kernels(record: Record, up: str) -> str:
         columns = ["forward ms", "fwd + bwd ms", "peak MiB"]
         cells = [[row["shape"], row["baseline"], *(number(row[name]) if row.get(name) is not None else ""
                   for name in columns)] for row in rows]  # fmt: skip
+        for cell, row in zip(cells, rows, strict=True):
+            if row.get("forward ms") is None:
+                cell[2] = f"did not run: {short(row['note'])}"
         parts.append(table(["shape", "baseline", *columns], cells, right=2))
     device, date = record.environment["device"].removeprefix("NVIDIA "), record.date[:10]
     note = (

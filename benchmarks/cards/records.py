@@ -199,8 +199,11 @@ def _of_training(
 ) -> Measurement | None:
     """A row of benchmarks.train_step, of today or of its first versions."""
     settings = record.contents.get("settings") or {}
-    if named := re.fullmatch(r"\S+: (?P<model>\S+), (?P<case>.*)", title):
+    default = "none"
+    if named := re.fullmatch(r"(?P<name>\S+): (?P<model>\S+), (?P<case>.*)", title):
         model, case = named["model"], named["case"]
+        if named["name"] in CASES:  # a row that did not run does not say what it would have recomputed
+            default = CASES[named["name"]].recompute
     elif named := re.fullmatch(r"(?P<name>\S+), (?P<case>in \S+ GiB)", title):
         model, case = CASES[named["name"]].model, named["case"]
     elif settings:
@@ -213,7 +216,7 @@ def _of_training(
         case += f", {stated[1]} micro-batches"
     kind, _, policy = baseline.replace("inbackward", "in_backward").partition(":")
     options = set(kind.split("+"))
-    recompute = row.get("recompute") or row.get("checkpointing") or policy or "none"
+    recompute = row.get("recompute") or row.get("checkpointing") or policy or default
     if "*" in policy:
         recompute = f"{policy.partition('*')[2]} blocks"
     if "length" in row:

@@ -23,7 +23,7 @@ _OPTIONS = {
     "rowwise_bf16_dw": "scales of rows, dW in bf16", "fp8": "over a base in FP8",
 }  # fmt: skip
 _PEERS = {
-    "hf": "transformers", "trl": "TRL", "unsloth": "unsloth", "liger": "Liger", "fla": "fla",
+    "hf": "transformers", "trl": "TRL", "unsloth": "unsloth", "liger": "Liger", "flex": "flex_attention", "fla": "fla",
     "tilelang": "fla's TileLang", "flashqla": "FlashQLA", "compile": "torch.compile", "lora": "PEFT",
     "nf4": "PEFT in 4 bits", "ao_rowwise": "torchao, scales of rows", "ao_tensorwise": "torchao, scales of tensors",
     "ao_rowwise_with_gw_hp": "torchao, scales of rows, dW in bf16",
@@ -124,7 +124,7 @@ def _natural(text: str) -> tuple[tuple[float, str], ...]:
 def model_name(name: str) -> str:
     """As it is written by those who released it: "qwen3-30b-a3b-2-layers" -> "Qwen3-30B-A3B (2 of 48 blocks)"."""
     whole, layers = re.fullmatch(r"(.*?)(?:-(\d+)-layers)?", name).groups()  # type: ignore[union-attr]
-    parts = [_NAMES.get(part) or (part.upper() if re.fullmatch(r"a?[\d.]+[bm]", part) else part) for part in
+    parts = [_NAMES.get(part) or (part.upper() if re.fullmatch(r"[ae]?[\d.]+[bm]", part) else part) for part in
              whole.split("-")]  # fmt: skip
     shown = "-".join([parts[0][:1].upper() + parts[0][1:], *parts[1:]])
     if layers is None:
