@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import math
 import multiprocessing
+import re
 import statistics
 import sys
 import sysconfig
@@ -55,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--every", type=int, default=10, help="steps of a point of a curve")
     option("--processes", type=int, default=1, help="seeds that run at a time")
     option("--max-bytes", type=int, help="of the text")
-    option("--picture", metavar="FILE.png")
+    option("--picture", metavar="FILE", help="PNG or SVG; with {} in its name one for light pages and one for dark")
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
@@ -76,7 +77,7 @@ def measure(options: argparse.Namespace, record: Record) -> None:
             record["ends"] += ends
     record["differences"] = differences(record["ends"])
     if options.picture:
-        draw(record, options)
+        draw(record, options.picture)
 
 
 def text_tokens(vocab: int, limit: int | None) -> tuple[Tensor, dict[str, Any]]:
@@ -186,33 +187,51 @@ def differences(ends: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(record: Record, options: argparse.Namespace) -> None:
-    """A picture: training losses, and below them the differences from bf16 with the same seed."""
+def draw(record: Record, picture: str) -> None:
+    """Training losses, and below them the differences from bf16 with the same seed.
+
+    picture: a file; with {} in its name one for light pages and one for dark.
+    """
     import matplotlib
 
+    from benchmarks.cards.charts import THEMES
+
     matplotlib.use("Agg")
+    for name, theme in THEMES.items():
+        if name == "light" or "{}" in picture:
+            colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), theme.text)
+            fixed = {"svg.hashsalt": "ligermodels", "legend.frameon": False, "axes.edgecolor": theme.muted}
+            with matplotlib.rc_context({**colors, **fixed}):
+                _draw(record, Path(picture.format(name)), transparent="{}" in picture)
+
+
+def _draw(record: Record, picture: Path, *, transparent: bool) -> None:
     from matplotlib import pyplot
 
+    options = record["model"]
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7), height_ratios=(2, 1))
     exact = {curve["seed"]: curve["losses"] for curve in record["curves"] if curve["recipe"] == BF16}
-    colors = {name: f"C{i}" for i, name in enumerate(options.recipes)}
+    colors = {name: f"C{i}" for i, name in enumerate(options["recipes"])}
     for curve in record["curves"]:
         name, losses = curve["recipe"], curve["losses"]
-        steps = [(i + 1) * options.every for i in range(len(losses))]
-        label = name if curve["seed"] == options.seeds[0] else None
+        steps = [(i + 1) * options["every"] for i in range(len(losses))]
+        label = name if curve["seed"] == options["seeds"][0] else None
         above.plot(steps, losses, color=colors[name], linewidth=0.8, label=label)
         if name != BF16:
             off = [a - b for a, b in zip(losses, exact[curve["seed"]], strict=True)]
             below.plot(steps, off, color=colors[name], linewidth=0.8)
     spread = record["differences"][0]["spread of bf16"]
-    below.axhspan(-spread, spread, color="0.9", label="spread of bf16 over seeds, at the end")
+    below.axhspan(-spread, spread, color="0.5", alpha=0.2, linewidth=0, label="spread of bf16 over seeds, at the end")
     above.set_ylabel("training loss")
     below.set(xlabel="step", ylabel="less bf16's")
     above.legend()
     below.legend(fontsize="small")
     figure.tight_layout()
-    figure.savefig(options.picture, dpi=150)
+    svg = picture.suffix == ".svg"
+    figure.savefig(picture, dpi=150, transparent=transparent, metadata={"Date": None} if svg else None)
     pyplot.close(figure)
+    if svg:
+        picture.write_text(re.sub(r"[ \t]+$", "", picture.read_text("utf-8"), flags=re.MULTILINE), "utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -184,9 +184,12 @@ def test_layers_in_fp8_are_measured_unless_their_error_is_not_that_of_fp8(run, m
 @slow
 def test_curves_in_fp8_are_compared_with_those_of_bf16(run, tmp_path):
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "curves.png"
-    code, record, _ = run(fp8_curves, "--recipes", "bf16,rowwise", "--picture", str(picture))
-    assert code == 0 and picture.stat().st_size > 1000 and record["text"]["bytes"] == 200_000
+    code, record, _ = run(fp8_curves, "--recipes", "bf16,rowwise", "--picture", str(tmp_path / "curves-{}.svg"))
+    assert code == 0 and record["text"]["bytes"] == 200_000
+    light, dark = ((tmp_path / f"curves-{name}.svg").read_text() for name in ("light", "dark"))
+    assert len(light) > 1000 and light != dark
+    fp8_curves.draw(record, str(tmp_path / "curves.png"))
+    assert (tmp_path / "curves.png").stat().st_size > 1000
     assert [(curve["recipe"], curve["seed"]) for curve in record["curves"]] == [
         ("bf16", 0), ("rowwise", 0), ("bf16", 1), ("rowwise", 1)
     ]  # fmt: skip
