@@ -549,7 +549,6 @@ def test_loading_is_measured_and_wrong_weights_get_no_figures(monkeypatch, run, 
         (load, "--gpus 2 --runs 1"),
         (decode, "--models llama-3.2-1b --rollout 2x2x8+8"),
         (quantized, "--rows 1,3 --kinds int8,fp8"),
-        (decode_experts, "--rows 1,3"),
     ],
     ids=lambda value: str(value)[-12:],
 )
@@ -558,6 +557,22 @@ def test_several_ranks_rollouts_and_quantised_matmuls_are_measured(module, argum
         pytest.importorskip("trl")
     code, record, _ = run(module, *arguments.split())
     assert code == 0 and not any("note" in row for row in record.get("rows", record.get("matmuls")))
+
+
+def test_experts_of_a_few_rows_are_measured_in_both_formats(run):
+    code, record, _ = run(decode_experts, "--rows", "1,3")
+    assert code == 0 and not record["red"]
+    cases = [(row["model"], row["weights"], row["rows"]) for row in record["experts"]]
+    kinds = [("qwen3-30b-a3b", "bf16"), ("gpt-oss-20b", "bf16"), ("gpt-oss-20b", "mxfp4")]
+    assert cases == [(*kind, rows) for kind in kinds for rows in (1, 3)]
+    read = {row["weights"]: row["MB"] for row in record["experts"] if row["model"] == "gpt-oss-20b"}
+    assert 3 < read["bf16"] / read["mxfp4"] < 4  # 16 bits for 4.25, and biases
+
+
+def test_experts_that_are_wrong_get_no_figures(run, monkeypatch):
+    monkeypatch.setattr(decode_experts.Mixture, "error", lambda mixture, rows: 1.0)
+    code, record, _ = run(decode_experts, "--rows", "1")
+    assert code == 1 and not record["experts"] and len(record["red"]) == 3
 
 
 @slow
