@@ -6,6 +6,7 @@
     python -m benchmarks.decode --first-token 4096 --baselines captured,host,hf
     python -m benchmarks.decode --rollout 64x8x128+256 --models llama-3.2-1b                      # beside TRL
     python -m benchmarks.decode --mtp 1,2 --accepted 0.75 --models qwen3.5-4b
+    python -m benchmarks.decode --cases 1x128+256 --kernels                                       # where the time goes
     python -m benchmarks.decode --dry
 
 A case is BATCHxPROMPT+NEW. Weights are random, of the config's sizes. Baselines: `captured` decodes as a CUDA graph,
@@ -23,6 +24,9 @@ the same ids with and without a graph, for rows padded to different lengths. In 
 within its rounding. There, for 200 prompts (56 for a model above 20B), each id that the graph wrote must be the one
 that the host would choose after the same text, or tie with it; ties are counted.
 
+--kernels: the kernels of a captured step of each case, by torch's profiler: launches and microseconds of each. Those of
+kernels that overlap are counted twice; "busy" is when any runs, "idle" the rest of the step.
+
 --first-token: prompts of one row and the given number of tokens; the median of ten calls. "host" and "hf" are
 `generate` with max_new_tokens=1, from the call to its return; "captured" is the first of several tokens of
 `generate_iter`. "matmuls ms" is the time of the prompt's matmuls alone, by cuBLAS: in each block q, k and v as one,
@@ -39,6 +43,7 @@ model must write the text of plain decoding, whether proposals are its own or so
 """
 
 import argparse
+import collections
 import contextlib
 import itertools
 import re
@@ -53,7 +58,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.harness import Record, Row, synchronize
+from benchmarks.harness import Record, Row, covered, synchronize
 from benchmarks.kernels import ceilings
 from benchmarks.train_cases import MODELS, changed, ours, theirs
 from ligermodels.checkpoint import quantization
@@ -82,6 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", help="with commas between them", default="")
     parser.add_argument("--baselines", type=harness.names(*CACHES, "hf", "hf-static"), default="captured,host")
     parser.add_argument("--weights", type=harness.names(*FORMATS), default="bf16")
+    parser.add_argument("--kernels", action="store_true", help="time of each kernel of a step")
     parser.add_argument("--first-token", type=harness.numbers, default="", metavar="TOKENS", help="lengths of prompts")
     parser.add_argument("--mtp", type=harness.numbers, default="", metavar="TOKENS", help="numbers of proposed tokens")
     parser.add_argument("--accepted", type=float, default=0.75, help="of proposed tokens, with --mtp")
@@ -124,6 +130,8 @@ def measure(options: argparse.Namespace, record: Record) -> None:
             copy = record["ceilings"]["copy TB/s"] * 1e12
             of = {"model": name, "weights": weights}
             record.setdefault("rows", []).extend(speeds(model, of, cases, copy, options))
+            for batch, prompt, _ in cases if options.kernels else ():
+                record.setdefault("kernels", []).extend(kernels_of_step(model, of, batch, prompt))
             model.release()
             del model
             harness.free(options.device)
@@ -276,6 +284,37 @@ def speeds(
             rows.append(row)
             harness.announce(row)
     return rows
+
+
+def kernels_of_step(model: Any, of: Row, batch: int, prompt: int, steps: int = 8) -> list[Row]:
+    """A row for each kernel of a captured step (on a CPU each op), those that take longest first, and one for all."""
+    ids = random_ids(model, batch, prompt)
+    tokens = generate_iter(
+        model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=2 * steps + 1, do_sample=False, pad_token_id=0,
+        eos_token_id=model.config.vocab_size + 7,
+    )  # fmt: skip
+    for _ in range(steps):
+        next(tokens)
+    device = "CUDA" if ids.is_cuda else "CPU"
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, device)]) as profile:
+        for _ in range(steps):
+            next(tokens)
+        synchronize(ids.device.type)
+    times = collections.defaultdict[str, list[tuple[float, float]]](list)
+    for event in profile.events():
+        if event.device_type == getattr(torch.autograd.DeviceType, device):
+            times[event.name].append((event.time_range.start, event.time_range.end))
+    every = [span for spans in times.values() for span in spans]
+    busy = covered(every)
+    length = max((end for _, end in every), default=0.0) - min((start for start, _ in every), default=0.0)
+    case = {**of, "case": f"{batch}x{prompt}"}
+    rows: list[Row] = [
+        {**case, "kernel": name[:60], "launches": len(spans) / steps, "us": sum(b - a for a, b in spans) / steps}
+        for name, spans in times.items()
+    ]
+    rows.sort(key=lambda row: -row["us"])
+    whole = {"busy": busy / steps, "idle": (length - busy) / steps}
+    return rows + [{**case, "kernel": name, "us": us} for name, us in whole.items()]
 
 
 def of_transformers(

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ligermodels
 from benchmarks import harness
-from benchmarks.harness import Record, Row
+from benchmarks.harness import Record, Row, covered
 from benchmarks.train_cases import MODELS, changed, theirs
 from ligermodels.checkpoint import weights
 from ligermodels.parallel import make_mesh
@@ -271,19 +271,10 @@ def _exposed(step: Any) -> Row:
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
-    both = _covered(spans[True] + spans[False])
+    both = covered(spans[True] + spans[False])
     return {
-        "communication ms": _covered(spans[True]) / 1e3, "exposed ms": (both - _covered(spans[False])) / 1e3,
+        "communication ms": covered(spans[True]) / 1e3, "exposed ms": (both - covered(spans[False])) / 1e3,
     }  # fmt: skip
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
-    total, reach = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    return total
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -179,6 +179,15 @@ def timed(call: Callable[[], Any], device: str) -> tuple[float, Any]:
     return time.perf_counter() - start, found
 
 
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, reach = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return total
+
+
 def free(device: str) -> None:
     """Frees unreferenced memory, on the device too."""
     gc.collect()

@@ -559,6 +559,14 @@ def test_several_ranks_rollouts_and_quantised_matmuls_are_measured(module, argum
     assert code == 0 and not any("note" in row for row in record.get("rows", record.get("matmuls")))
 
 
+def test_the_kernels_of_a_step_of_decoding_are_counted(run):
+    code, record, _ = run(decode, *"--models qwen3-30b-a3b --cases 1x16+8 --baselines captured --kernels".split())
+    *kernels, busy, idle = record["kernels"]
+    assert code == 0 and (busy["kernel"], idle["kernel"]) == ("busy", "idle")
+    assert all(row["launches"] >= 0.125 and row["us"] >= 0 for row in kernels)
+    assert kernels[0]["us"] == max(row["us"] for row in kernels) and 0 < busy["us"] <= busy["us"] + idle["us"]
+
+
 def test_experts_of_a_few_rows_are_measured_in_both_formats(run):
     code, record, _ = run(decode_experts, "--rows", "1,3")
     assert code == 0 and not record["red"]
