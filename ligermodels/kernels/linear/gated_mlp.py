@@ -121,10 +121,10 @@ class _MLP(torch.autograd.Function):
         total, lead, dy = len(needs), dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
         chunks = slices(len(dy), rows)
         several = len(chunks) > 1
-        first = JointLinears(saved[:count], first, dy.dtype, needs[:count], several)
-        last = JointLinears(saved[count:total], last, dy.dtype, needs[count:], several)
-        saved_z, *recompute_args = saved[total:]
         need_z, need_h = need_x or True in needs[:count], True in without_biases(needs[count:], 1)
+        first = JointLinears(saved[:count], first, dy.dtype, needs[:count], several, need_x)
+        last = JointLinears(saved[count:total], last, dy.dtype, needs[count:], several, need_z)
+        saved_z, *recompute_args = saved[total:]
         if not (need_z or need_h):
             chunks = []
         hidden, width = first.weights[0].shape[1], sum(rows_of(first.weights))

@@ -181,7 +181,8 @@ class JointLinears:
     """Linear layers of one input, with outputs side by side: computes outputs and gradients without autograd.
 
     leaves, rest: from `flatten`. dtype: of x; adapters compute in it by default. needs: whether each leaf needs a
-    gradient. several: gradients are summed over several chunks of tokens, in fp32.
+    gradient. several: gradients are summed over several chunks of tokens, in fp32. need_x: whether `input_gradient`
+    will be called.
     """
 
     _sums: Sequence[Tensor | None] = ()
@@ -192,7 +193,7 @@ class JointLinears:
 
     def __init__(
         self, leaves: Sequence[Any], rest: Rest, dtype: torch.dtype, needs: Sequence[bool] = (),
-        several: bool = False,
+        several: bool = False, need_x: bool = True,
     ):  # fmt: skip
         count, bits, parts, fp8 = rest
         self.weights: Any = leaves[:count]
@@ -202,7 +203,7 @@ class JointLinears:
         self.biases = _none_if_empty(leaves[count : 2 * count]) if len(leaves) > count else None
         if parts is not None:
             self.branch = LoRABranch(leaves[2 * count :], parts, dtype)
-        self.needs, self.several = needs, several
+        self.needs, self.several, self.need_x = needs, several, need_x
         self.recipe: Any = None if fp8 is None else fp8[0]
         self._cache: Any = None if fp8 is None else fp8[1]
 
@@ -221,9 +222,9 @@ class JointLinears:
         return self._numbers
 
     def _quantized_gradient(self, dy: Tensor, part: str) -> tuple[Tensor, Tensor]:
-        """dy in FP8, its "rows" or "columns": whoever needs one of them first quantises for both, once."""
+        """dy in FP8, its "rows" or "columns": whoever needs one of them first quantises for all that will be needed."""
         if self._gradient is None or self._gradient[0] is not dy:
-            scale = self._quantized()[1] if self._in_fp8("dx") else None
+            scale = self._quantized()[1] if self.need_x and self._in_fp8("dx") else None
             columns = self._in_fp8("dw") and True in self.needs[: len(self.weights)]
             self._gradient = dy, fp8_matmul.quantize_gradient(dy, scale, self.recipe, columns=columns)
         numbers = self._gradient[1].pop(part)
@@ -358,7 +359,7 @@ class _Linear(torch.autograd.Function):
         saved, (need_x, _, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
         rest, recompute_x = ctx.options
         count, rows, dx = len(needs), dy.flatten(0, -2), None
-        layers = JointLinears(saved[:count], rest, dy.dtype, needs)
+        layers = JointLinears(saved[:count], rest, dy.dtype, needs, need_x=need_x)
         dh = layers.inner_gradient(rows)
         if len(saved) > count:  # else before dx, so that x and dx are not in memory together
             h, *recompute_args = saved[count:]

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels import InputError
+from ligermodels.kernels.linear import fp8_matmul
 from ligermodels.kernels.linear._fp8_quantize import (
     DTYPES,
     quantize_both,
@@ -250,6 +251,31 @@ def test_the_named_products_are_added_fast(device, monkeypatch, fast):
     y.backward(make(80, 48, device))
     sizes = {"forward": (80, 48), "dx": (80, 64), "dw": (48, 64)}
     assert calls == {size: product in fast for product, size in sizes.items()}
+
+
+@pytest.mark.parametrize("as_mlp", [False, True])
+def test_dy_is_quantised_by_rows_where_dx_is_needed(device, monkeypatch, as_mlp):
+    """x needs no gradient where a first layer reads frozen embeddings. The gradients of weights are the same bits."""
+    torch.manual_seed(0)
+    sizes = ((64, 32), (64, 32), (32, 64)) if as_mlp else ((48, 32), (16, 32))
+    weights = [torch.nn.Parameter((torch.randn(size) * 0.1).to(device, torch.bfloat16)) for size in sizes]
+    operands = [LinearOperand(FP8Weight(weight, RECIPES["rowwise"])) for weight in weights]
+    frozen, calls, quantize_both = make(80, 32, device), [], fp8_matmul.quantize_both
+    monkeypatch.setattr(fp8_matmul, "quantize_both", lambda *a, **named: calls.append(1) or quantize_both(*a, **named))
+
+    def check(x, times, first=0):
+        for n, weight in enumerate(weights):
+            weight.grad = None
+            weight.requires_grad_(n >= first)
+        calls.clear()
+        y = mlp_of(x, operands[:-1], operands[-1], gated=True, activation="silu") if as_mlp else linears(x, operands)
+        y.backward(torch.ones_like(y))
+        assert len(calls) == times
+        return [weight.grad for weight in weights[first:]]
+
+    expected = check(frozen.clone().requires_grad_(), 1 + as_mlp)
+    assert all(map(torch.equal, check(frozen, int(as_mlp)), expected)), "gate and up of an MLP need dh"
+    assert torch.equal(check(frozen, 0, first=len(weights) - 1)[0], expected[-1])
 
 
 def test_strided_inputs_and_gradients(device):
