@@ -245,11 +245,14 @@ class Sampling(Recipe):
             completions.append(Completion(prompt, ids, text, ids[-1] not in stops, message, experts=taken))
         return completions
 
+    @functools.cached_property
+    def _prompt_end(self) -> list[int]:
+        return self.tokenizer.encode(PROMPT_END, add_special_tokens=False)
+
     def said(self, prompt: Prompt, ids: list[int]) -> tuple[str, dict[str, Any]]:
         """(text, message) of a `Completion`. Of an answer in the harmony format: the text of all messages; the message
         has the channel "final" as its content."""
-        end = self.tokenizer.encode(PROMPT_END, add_special_tokens=False)
-        if not (self.chat and prompt.ids[-len(end) :] == end):
+        if not (self.chat and prompt.ids[-len(self._prompt_end) :] == self._prompt_end):
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             return text, {"role": "assistant", "content": text}
         decoder = HarmonyDecoder(self.tokenizer)

@@ -18,6 +18,7 @@ from ligermodels.recipes.grpo import GRPO
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample
 from ligermodels.text import Tokenizer
+from ligermodels.text.harmony import PROMPT_END
 from tests.parallel.ranks import one_rank
 from tests.recipes import losses, runs
 from tests.recipes.runs import CHATS, REWARD, completions, metrics, on_two, run, weights, without_newest
@@ -247,7 +248,10 @@ def test_rewards_of_answers_with_channels(tmp_path, monkeypatch):
     monkeypatch.setattr(rollout, "sample", lambda *args, **options: ids)
     row = {"prompt": [{"role": "user", "content": "the cat"}]}
     assert recipe.check_rows(Rows([row], "", None)) is None
-    found = recipe.roll_out([recipe.process(row)], 0)
+    prompt, encoded, encode = recipe.process(row), [], tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda *args, **options: encoded.append(args) or encode(*args, **options))
+    found = recipe.roll_out([prompt], 0)
+    assert encoded == [(PROMPT_END,)], "once for all answers"
     assert seen == [
         [{"role": "assistant", "content": "sat", "thinking": "the cat"}],
         [{"role": "assistant", "content": "sat on"}],
