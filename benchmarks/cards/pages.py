@@ -175,8 +175,6 @@ def _parity(family: Family, up: str) -> str:
         + f"{_count(failed)} of this family failed, and {_count(missed)} {'was' if len(missed) == 1 else 'were'} not "
         "reached."
     )
-    if set(family.tests) <= set(run.get("newer tests", ())):  # a record made before there was the family
-        gpu = f"None of it has run on a GPU: the [record]({up}benchmarks/results/gpu.json) is older than the family."
     shown = [wrap(f"- {kind}: `{name}`{which}", "  ") for kind, tests in (("failed", failed), ("not reached", missed))
              for name, which in _grouped(tests)]  # fmt: skip
     if failed and run.get("note"):
