@@ -79,6 +79,8 @@ class Attention(JointProjections):
         projections: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     ):
         super().__init__()
+        if window is not None and window < 1:
+            raise InputError(f"Attention: window={window}; expected 1 or more tokens, the query's included, or None")
         if num_heads % num_kv_heads:
             raise InputError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
         self.num_heads = num_heads

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ligermodels.kernels._math import Activation
+from ligermodels.kernels._math import Activation, activation_name
 from ligermodels.kernels.linear.activation import activate
 from ligermodels.kernels.linear.gated_mlp import mlp_of
 from ligermodels.kernels.linear.glu import glu
@@ -34,6 +34,7 @@ class _FeedForward(JointProjections):
         projections: Sequence[str],
     ):  # fmt: skip
         super().__init__()
+        activation_name(type(self).__name__, activation, gated=self.gated)
         self.activation = activation
         *self.joint_names, self.output_name = projections
         for name in self.joint_names:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._math import Activation
+from ligermodels.kernels._math import Activation, activation_name
 from ligermodels.kernels._recompute import attach_to_view, cast_with_handle, in_backward
 from ligermodels.kernels.experts.experts import experts_of
 from ligermodels.kernels.experts.route import check_routing, route, weights_of
@@ -74,6 +74,7 @@ class Experts(Adaptable):
         bias: bool = False,
     ):
         super().__init__()
+        activation_name("Experts", activation, gated=True)
         self.activation, self.num_experts = activation, num_experts
         inner = 2 * intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, inner, hidden_size))

@@ -358,6 +358,19 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("build, message", [
+    (lambda: L.GatedMLP(16, 32, activation="swish"), r"GatedMLP: activation='swish'; .* 'silu', .*ClampedSwiGLU"),
+    (lambda: L.MLP(16, 32, activation=F.gelu), r"MLP: activation=<.*; .* 'gelu', 'quick_gelu'"),
+    (lambda: L.MLP(16, 32, activation=L.ClampedSwiGLU(1.702, 7.0)), "MLP: .* there is no gate"),
+    (lambda: L.MoE(16, 32, num_experts=4, top_k=2, activation="swish"), "Experts: activation='swish'"),
+    (lambda: make_attention(window=0), "Attention: window=0; expected 1 or more"),
+    (lambda: make_attention(window=-4), "Attention: window=-4"),
+])  # fmt: skip
+def test_refused_when_built(build, message):
+    with pytest.raises(InputError, match=message):
+        build()
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_refused(message):
     with pytest.raises(InputError, match=message):
