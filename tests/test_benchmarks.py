@@ -112,6 +112,12 @@ def test_earlier_results_are_printed(path, capsys):
         assert len(lines) == 2 + len(record[name]) and len({len(line) for line in lines}) == 1
 
 
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_the_command_of_an_earlier_result_does_not_write_over_it(path):
+    command = json.loads(path.read_text())["environment"].get("command") or ""
+    assert not command.startswith("python -m benchmarks.") or "--out" not in command
+
+
 def test_a_worker_that_fails_or_hangs_leaves_a_note():
     job = {"baseline": "ligermodels", "model": "gpt-2", "batch": 1, "seq": 8, "recompute": "none", "baselines": []}
     assert harness.spawn("train_step", job, timeout=100)["note"] == "KeyError: 'gpt-2'"
