@@ -149,14 +149,43 @@ def refused(error: Exception) -> bool:
     return isinstance(error, theirs) and not isinstance(error, LigermodelsError)
 
 
+_REFUSALS = {
+    "RepositoryNotFoundError": (
+        "the Hub has no such repository, or it is private",
+        "compare the name; a private repository needs `hf auth login` or HF_TOKEN.",
+    ),
+    "GatedRepoError": (
+        "the repository is gated",
+        "accept its terms on its page, and `hf auth login` or set HF_TOKEN.",
+    ),
+    "RevisionNotFoundError": (
+        "the repository has no such branch, tag or commit",
+        "compare it with those on its page.",
+    ),
+}
+"""The errors by which the Hub refuses: what each says, and what to do."""
+
+
 def _hub_error(where: str, error: Exception) -> HubError:
-    """A HubError with the message of huggingface_hub, without passwords in URLs."""
-    message = re.sub(r"//[^/@\s]*@", "//", str(error))  # HF_ENDPOINT may have a name and a password
-    failure = HubError(
-        f"{where}: {type(error).__name__}: {message}\n"
-        "  Next: check the name, the network and the disk; a private or gated repository needs `hf auth login` or "
-        "HF_TOKEN, and its terms accepted on its page."
-    )
+    """A HubError that says what an error of huggingface_hub means, or has its message, without passwords in URLs."""
+    from huggingface_hub import errors
+
+    name = type(error).__name__
+    what = f"{name}: {error}"
+    step = "check the name, the network and the disk; a private repository needs `hf auth login` or HF_TOKEN."
+    if name in _REFUSALS:
+        meaning, step = _REFUSALS[name]
+        what = f"{name}: {meaning}"
+    elif isinstance(error, errors.LocalEntryNotFoundError):  # whatever keeps the Hub from answering
+        cause = error.__cause__ or error
+        reason = str(cause).partition("\n")[0]
+        what = f"the Hub cannot be reached, and the cache has no complete copy ({type(cause).__name__}: {reason})"
+        step = (
+            "check the network, or give a local folder. `hf download NAME` fills a cache where there is network; with "
+            "that cache here, HF_HUB_OFFLINE=1 reads it without asking."
+        )
+    what = re.sub(r"//[^/@\s]*@", "//", what)  # HF_ENDPOINT may have a name and a password
+    failure = HubError(f"{where}: {what}\n  Next: {step}")
     failure.errno = error.errno if isinstance(error, OSError) else None
     return failure
 

@@ -143,7 +143,8 @@ def _tasks(args: argparse.Namespace) -> tuple[list[Any], Any]:
         except (OSError, ValueError) as error:  # of the Hub, of datasets
             raise HubError(
                 f"the data of --tasks {args.tasks} cannot be read: {type(error).__name__}: {error}\n  Likely: no "
-                "network (data sets of tasks come from the Hub), or a file that the task names is not there."
+                "network (data sets of tasks come from the Hub; HF_HUB_OFFLINE=1 reads the cache alone, and at once), "
+                "or a file that the task names is not there."
             ) from error
 
     manager.load = load_or_say

@@ -22,6 +22,7 @@ import ligermodels
 from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.files import read_json
 from ligermodels.checkpoint.reading import open_checkpoint
+from ligermodels.cli import main
 from ligermodels.errors import CheckpointError, HubError, InputError
 from tests.checkpoint.fixtures import make_model
 
@@ -263,19 +264,35 @@ def test_a_local_folder_has_no_revisions(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, refuse, kind",
+    "options, refuse, message",
     [
-        (dict(repo_or_folder="a/b"), {}, "RepositoryNotFoundError"),
-        (dict(revision="dev"), {}, "RevisionNotFoundError"),
-        (dict(), {"/resolve/": (403, "GatedRepo")}, "GatedRepoError"),
+        (dict(repo_or_folder="a/b"), {}, "RepositoryNotFoundError: .* no such repository, .*Next: compare the name"),
+        (dict(revision="dev"), {}, "at revision dev: RevisionNotFoundError: .* no such branch, .*Next: compare it"),
+        (dict(), {"/resolve/": (403, "GatedRepo")}, "GatedRepoError: .* gated.*Next: accept its terms"),
+        (dict(), {"/api/": (401, "")}, "HfHubHTTPError: .*401 Unauthorized.*Next: .*HF_TOKEN"),
+        (dict(), {"/api/": (503, "")}, "the Hub cannot be reached, .*HfHubHTTPError: .*503.*Next: check the network"),
     ],
 )
-def test_refusals_are_huberrors_that_never_show_the_token(server, caplog, options, refuse, kind):
+def test_refusals_are_huberrors_that_never_show_the_token(server, caplog, options, refuse, message):
     server.refuse |= refuse
-    with caplog.at_level(logging.DEBUG), pytest.raises(HubError, match=rf"(?s): ({kind}): .*Next: ") as caught:
+    with caplog.at_level(logging.DEBUG), pytest.raises(HubError, match=f"(?s){message}") as caught:
         hub.resolve(**{"repo_or_folder": REPO, **options}, token=SECRET)
     shown = "".join(traceback.format_exception(caught.value)) + caplog.text
     assert SECRET not in shown
+
+
+@pytest.mark.parametrize("command, options, status", [
+    ("chat", "", 3), ("generate", "--prompt x", 3), ("plan", "--gpus 1", 3), ("convert", "out", 5), ("inspect", "", 5),
+    ("train sft", "--data rows.jsonl --output-dir out", 3),
+])  # fmt: skip
+def test_commands_without_network_say_what_to_do(server, monkeypatch, capsys, tmp_path, command, options, status):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "a"}\n')
+    assert main([*command.split(), REPO, *options.split()]) == status
+    failure, step, note = capsys.readouterr().err.rstrip().splitlines()[-3:]
+    assert failure.startswith(f"error: {REPO}: the Hub cannot be reached") and "ConnectError" in failure
+    assert "a local folder" in step and "HF_HUB_OFFLINE=1" in step and "If a folder was meant" in note
 
 
 REFUSALS = [RuntimeError("of hf_xet"), OSError(errno.ENOSPC, f"No space left on https://me:{SECRET}@mirror/")]

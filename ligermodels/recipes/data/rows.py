@@ -256,7 +256,9 @@ def _errors(name: str) -> Iterator[Any]:
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     except Exception as error:  # many kinds, of pyarrow, the Hub and `datasets`
-        wrong = InputError(f"{name} cannot be read: {type(error).__name__}: {error}")
+        step = "\n  Next: check the network, or give a file; HF_HUB_OFFLINE=1 reads the cache alone, and at once"
+        step = step if isinstance(error, ConnectionError) else ""
+        wrong = InputError(f"{name} cannot be read: {type(error).__name__}: {error}{step}")
         if not (path := Path(name.partition(":")[0]).expanduser()).exists():
             wrong.add_note(f"  If a file or folder was meant: there is none at {path.absolute()}.")
         raise wrong from error
