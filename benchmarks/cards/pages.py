@@ -172,8 +172,8 @@ def _parity(family: Family, up: str) -> str:
     gpu = (
         f"On a GPU ([gpu.json]({up}benchmarks/results/gpu.json): {env['device']}, torch {env['torch']}, triton "
         f"{env['triton']}, transformers {env['transformers']}, commit {env['commit']}, {env['date'][:10]}), "
-        + f"{_count(failed)} of this family failed, and {_count(missed)} {'was' if len(missed) == 1 else 'were'} not "
-        "reached."
+        + (f"{_count(failed)} of this family failed" if failed or missed else "all tests of this family passed")
+        + (f", and {_count(missed)} {'was' if len(missed) == 1 else 'were'} not reached." if missed else ".")
     )
     shown = [wrap(f"- {kind}: `{name}`{which}", "  ") for kind, tests in (("failed", failed), ("not reached", missed))
              for name, which in _grouped(tests)]  # fmt: skip

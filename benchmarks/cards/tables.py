@@ -126,7 +126,8 @@ def model_name(name: str) -> str:
     whole, layers = re.fullmatch(r"(.*?)(?:-(\d+)-layers)?", name).groups()  # type: ignore[union-attr]
     parts = [_NAMES.get(part) or (part.upper() if re.fullmatch(r"[ae]?[\d.]+[bm]", part) else part) for part in
              whole.split("-")]  # fmt: skip
-    shown = "-".join([parts[0][:1].upper() + parts[0][1:], *parts[1:]])
+    first = parts[0] if whole.startswith("gpt-oss") else parts[0][:1].upper() + parts[0][1:]
+    shown = "-".join([first, *parts[1:]])
     if layers is None:
         return shown
     return f"{shown} ({layers} of {MODELS[whole].config['num_hidden_layers']} blocks)"
