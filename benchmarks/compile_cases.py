@@ -17,7 +17,7 @@ from torch.autograd.graph import _engine_run_backward as run_backward
 
 from ligermodels import kernels
 from ligermodels.kernels._math import Activation
-from ligermodels.kernels.attention.decode_attention import decode_attention, rope_decode_attention
+from ligermodels.kernels.attention.decode_attention import HeadNorms, decode_attention, rope_decode_attention
 from ligermodels.kernels.attention.decode_keys_as_values import rope_decode_keys_as_values
 from ligermodels.kernels.attention.rope import rope_to_cache
 from ligermodels.kernels.experts.experts import experts_of
@@ -132,8 +132,11 @@ def decoded(
         options["scales"] = tuple(frozen(rows, capacity, kv_heads) for _ in range(2))
     if options.pop("sinks", False):
         options["sinks"] = frozen(heads, dtype=dtype)
+    if "offset" in options:
+        offset = options.pop("offset")
+        options["norms"] = HeadNorms(frozen(dim), frozen(dim), 1e-6, offset, cast_before_weight=not offset)
     rope_decode_attention(q, k, v, *tables, keys, values, starts, ends, **options)
-    if dim == 128:
+    if dim == 128 and "norms" not in options:
         options.pop("window", None)
         decode_attention(q, keys, values, starts, ends, **options)
 
@@ -401,6 +404,10 @@ CASES: dict[str, Callable[[], None]] = {
     "decode 256 softcap": lambda: decoded(256, heads=16, softcap=50.0),
     "decode 64 sinks": lambda: decoded(64, heads=64, sinks=True),
     "decode 64 sinks, window": lambda: decoded(64, heads=64, sinks=True, window=128, ring=True),
+    "decode 64 norms": lambda: decoded(64, offset=0.0),
+    "decode 128 norms": lambda: decoded(128, offset=0.0),
+    "decode 128 norms, window, eight rows": lambda: decoded(128, rows=8, window=1024, ring=True, offset=0.0),
+    "decode 256 norms": lambda: decoded(256, heads=16, offset=1.0),
     "decode 512": lambda: decoded(512, heads=16),
     "decode 256 fp32": lambda: decoded(256, heads=16, dtype=FP32),
     "decode keys as values": keys_as_values,

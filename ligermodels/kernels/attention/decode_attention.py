@@ -13,7 +13,8 @@ p counts a row's columns, padding included; first is starts[b] or, with a window
 - `rope_decode_attention` takes the new token as it comes from the projection: each program rotates its query heads,
   and the one with the last share of a key head also rotates the new key, adds it to the sums from registers, and writes
   key and value into the cache. Nobody else reads that column. In half precision and without fp8; else `rope_to_cache`
-  runs first.
+  runs first. RMS norms of each head of q and of the new key, before they rotate, are computed there too, rounded like
+  those of `rms_norm`, whose two launches they replace.
 - Keys and values may be fp8 with a scale per token and key head (fp8.py). The scales multiply scores and probabilities
   in fp32; e4m3 is converted to q's dtype, which is exact. Two dims are loaded as one int16 and multiplied separately.
 
@@ -23,6 +24,7 @@ Source: Dao et al. 2023, "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/
 """
 
 import operator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +49,8 @@ from ligermodels.kernels._triton import (
 from ligermodels.kernels.attention._flash_kernels import LOG2E, capped
 from ligermodels.kernels.attention.rope import check_tables, check_token, rope_to_cache
 from ligermodels.kernels.linear.fp8 import DTYPE, are_scales, dequantize_heads, to_fp32, unpack_pairs
+from ligermodels.kernels.norm._norm_kernels import rstd_of, scaled
+from ligermodels.kernels.norm.rms_norm import rms_norm
 
 _HALF = torch.bfloat16, torch.float16
 MAX_SPLITS = 256
@@ -57,6 +61,16 @@ MAX_BY_LAST = 16
 STAGES = tl.constexpr(3)
 _DIMS = 32
 """Dims of a head per program of the second kernel."""
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of the heads of q and of k: the weight [D] of each, and the options of both, see `rms_norm`."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    offset: float
+    cast_before_weight: bool
 
 
 def decode_attention_reference(
@@ -102,14 +116,15 @@ def _scores_fp32(q_ptr, k_ptr, of_group, inside, BLOCK_G: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def _queries(
-    q_ptr, columns, in_group, cos_ptr, sin_ptr, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr
+    q_ptr, columns, in_group, cos_ptr, sin_ptr, weight_ptr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The query heads of a group, twice; with HALF rotated, and of PAIRS the first dim of each, and the second."""
     if PAIRS:
         q = tl.load(q_ptr + 2 * columns, mask=in_group, other=0.0)
         return q, tl.load(q_ptr + 2 * columns + 1, mask=in_group, other=0.0)
     elif HALF is not None:
-        q = _rotated(q_ptr, 0, columns, in_group, cos_ptr, sin_ptr, D, HALF)
+        q = _rotated(q_ptr, 0, columns, in_group, cos_ptr, sin_ptr, weight_ptr, D, HALF, NORM)
         return q, q
     else:
         q = tl.load(q_ptr + columns, mask=in_group, other=0.0)
@@ -173,27 +188,37 @@ def _scales(k_ptr, v_ptr, positions, end, stride, capacity):
 
 
 @triton.jit
-def _rotated(x_ptr, offsets, dims, mask, cos_ptr, sin_ptr, D: tl.constexpr, HALF: tl.constexpr):
-    """The heads at x_ptr + offsets, rotated; the dims past 2 * HALF as they are."""
+def _normed(x, rstd, weight_ptr, mask, NORM: tl.constexpr):
+    w = tl.load(weight_ptr, mask=mask, other=0.0).to(tl.float32) + NORM[1]
+    return scaled(x.to(tl.float32) * rstd, w, 0.0, NORM[2], True, False, x.dtype)
+
+
+@triton.jit
+def _rotated(
+    x_ptr, offsets, dims, mask, cos_ptr, sin_ptr, weight_ptr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """The heads at x_ptr + offsets, with NORM normalised, and then rotated; the dims past 2 * HALF are not rotated."""
     other = tl.where(dims < HALF, dims + HALF, dims - HALF)  # the other dim of a pair
     rotates = dims < 2 * HALF
     cos = tl.load(cos_ptr + tl.minimum(dims, other), mask=rotates, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + tl.minimum(dims, other), mask=rotates, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + offsets + dims, mask=mask & (dims < D), other=0.0)
     y = tl.load(x_ptr + offsets + other, mask=mask & rotates, other=0.0)
+    if NORM is not None:
+        squares = x.to(tl.float32) * x.to(tl.float32)
+        rstd = rstd_of(tl.sum(squares, -1, keep_dims=True), D, NORM[0], x.dtype)
+        x = _normed(x, rstd, weight_ptr + dims, dims < D, NORM)
+        y = _normed(y, rstd, weight_ptr + other, rotates, NORM)
     return (x.to(tl.float32) * cos + y.to(tl.float32) * tl.where(dims < HALF, -sin, sin)).to(x.dtype)
 
 
 @triton.jit
-def _append(
-    new_k_ptr, new_v_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, at, new, dims, D: tl.constexpr, HALF: tl.constexpr
-):  # fmt: skip
-    """Rotates a new key, writes it and its value into the cache, and returns both."""
-    k = _rotated(new_k_ptr, new, dims, dims < D, cos_ptr, sin_ptr, D, HALF)
-    v = tl.load(new_v_ptr + new + dims, mask=dims < D, other=0.0)
-    tl.store(k_ptr + at + dims, k, mask=dims < D)
-    tl.store(v_ptr + at + dims, v, mask=dims < D)
-    return k, v
+def _append(k_ptr, v_ptr, k, new_v_ptr, dims, D: tl.constexpr):
+    """Writes a new key and its value into the cache, and returns the value."""
+    v = tl.load(new_v_ptr + dims, mask=dims < D, other=0.0)
+    tl.store(k_ptr + dims, k, mask=dims < D)
+    tl.store(v_ptr + dims, v, mask=dims < D)
+    return v
 
 
 @triton.jit
@@ -220,17 +245,17 @@ def _add_key(s, total, highest, FACTOR: tl.constexpr):
 @triton.jit(do_not_specialize=["window", "capacity"])
 def _kernel(
     o_ptr, part_ptr, stats_ptr, count_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-    new_k_ptr, new_v_ptr, cos_ptr, sin_ptr, sinks_ptr, starts_ptr, ends_ptr, window, capacity,
-    q_b, q_h, cache_b, cache_s, cache_h, scales_b, scales_s, new_b, table_b,
+    new_k_ptr, new_v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, sinks_ptr, starts_ptr, ends_ptr, window, capacity,
+    q_b, q_h, cache_b, cache_s, cache_h, new_b, table_b,
     SCALE: tl.constexpr, CAP: tl.constexpr, SPLITS: tl.constexpr, BY_LAST: tl.constexpr, HQ: tl.constexpr,
-    HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    HK: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """All query heads of one key head of one row over one share of its keys; the last to finish sums few shares.
 
     window: or None. capacity: of a ring, or None. k_scales_ptr, v_scales_ptr: of fp8, or None. sinks_ptr: or None.
     HALF: half of the dims that rotate, of q and of a new key that is not in the cache yet; None: all is in the cache,
-    and new_k_ptr, new_v_ptr, cos_ptr and sin_ptr are None.
+    and new_k_ptr to k_norm_ptr are None. NORM: (eps, offset, cast_before_weight) of the norms of both, or None.
     """
     wait_for_previous(OVERLAP)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -239,6 +264,7 @@ def _kernel(
     GROUP: tl.constexpr = HQ // HK
     GROUP_2: tl.constexpr = triton.next_power_of_2(GROUP)
     BLOCK_G: tl.constexpr = 16 if GROUP_2 < 16 else GROUP_2  # tl.dot takes no fewer rows
+    BLOCK_D: tl.constexpr = 16 if D < 16 else triton.next_power_of_2(D)
     FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
     b, kv_head, split = tl.program_id(0) // HK, tl.program_id(0) % HK, tl.program_id(1)
     first, end, share, used = shares(starts_ptr, ends_ptr, b, window, SPLITS, BLOCK_N)
@@ -254,9 +280,8 @@ def _kernel(
     columns = tl.arange(0, BLOCK_D // PARTS)
     in_group = (members < GROUP)[:, None] & (columns < D // PARTS)[None, :]
     if HALF is not None:
-        cos_ptr += b * table_b
-        sin_ptr += b * table_b
-    q, q_odd = _queries(q_ptr, columns[None, :], in_group, cos_ptr, sin_ptr, D, HALF, PAIRS)
+        cos_ptr, sin_ptr = cos_ptr + b * table_b, sin_ptr + b * table_b
+    q, q_odd = _queries(q_ptr, columns[None, :], in_group, cos_ptr, sin_ptr, q_norm_ptr, D, HALF, NORM, PAIRS)
     k_ptr += b * cache_b + kv_head.to(tl.int64) * cache_h
     v_ptr += b * cache_b + kv_head.to(tl.int64) * cache_h
     acc = tl.zeros([BLOCK_G, BLOCK_D // PARTS], tl.float32)
@@ -266,7 +291,8 @@ def _kernel(
         last = tl.load(ends_ptr + b) - 1  # where the new token goes
         if split == used - 1:
             at, new = _columns(last, capacity) * cache_s, b * new_b + kv_head * D
-            new_k, new_v = _append(new_k_ptr, new_v_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, at, new, dims, D, HALF)
+            new_k = _rotated(new_k_ptr, new, dims, dims < D, cos_ptr, sin_ptr, k_norm_ptr, D, HALF, NORM)
+            new_v = _append(k_ptr + at, v_ptr + at, new_k, new_v_ptr + new, dims, D)
             if last >= first:
                 s = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1)
                 if CAP is not None:
@@ -274,9 +300,9 @@ def _kernel(
                 p, total, highest = _add_key(s, total, highest, FACTOR)
                 acc += p[:, None] * new_v.to(tl.float32)[None, :]
             end = tl.minimum(end, last)
-    if k_scales_ptr is not None:  # scales are loaded a tile ahead
-        k_scales_ptr += b * scales_b + kv_head
-        v_scales_ptr += b * scales_b + kv_head
+    if k_scales_ptr is not None:  # scales, laid out as heads, are loaded a tile ahead
+        scales_s, of_row = cache_s // (D // PARTS), b * (cache_b // (D // PARTS)) + kv_head
+        k_scales_ptr, v_scales_ptr = k_scales_ptr + of_row, v_scales_ptr + of_row
         positions = begin + tl.arange(0, BLOCK_N)
         next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions, end, scales_s, capacity)
     for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -412,34 +438,42 @@ def decode_attention(
     position and one past its last, unchecked; a row without positions gives 0. window: only the last `window` tokens.
     softcap: scores become softcap * tanh(scores / softcap). scale: default D ** -0.5. counters: int32, at least B * HK
     zeros, zero again after the call, used by one call at a time; None allocates them, in one more launch. scales: of
-    fp8 keys and values, bf16 [B, C, HK] each, of the same strides. sinks: [HQ], floating, see `attention`. Raises
+    fp8 keys and values, bf16 [B, C, HK] each, laid out as the heads. sinks: [HQ], floating, see `attention`. Raises
     InputError if shapes, dtypes or devices do not fit together.
     """
-    return _attention(q, keys, values, starts, ends, None, ring, window, softcap, scale, counters, scales, sinks)
+    return _attention(q, keys, values, starts, ends, None, None, ring, window, softcap, scale, counters, scales, sinks)
 
 
 def rope_decode_attention(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, starts: Tensor,
     ends: Tensor, *, ring: bool = False, window: int | None = None, softcap: float | None = None,
     scale: float | None = None, counters: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, norms: HeadNorms | None = None,
 ) -> Tensor:  # fmt: skip
     """`rope_to_cache` and `decode_attention` of the rotated q, with the arguments and errors of both.
 
-    In half precision, in a cache that is not fp8 and whose rows have memory of their own, this is one launch.
+    norms: of each head of q and k, before they rotate. In half precision, in a cache that is not fp8 and whose rows
+    have memory of their own, this is one launch; with norms not under torch.compile, where they run first.
     """
     name, new = "rope_decode_attention", None
     rows_see_each_other = len(q) > 1 and keys.stride(0) == 0
     separate = scales is not None or rows_see_each_other or is_large(q) or q.dtype not in _HALF
     separate = separate or keys.stride() != values.stride()  # which the kernel takes for equal, as all caches have them
-    if separate or not use_triton(q):
+    separate = separate or not use_triton(q)
+    if norms is not None:
+        for part, weight in (("q", norms.q), ("k", norms.k)):
+            check_operand(name, f"norms.{part}", weight, q.shape[-1:], "q", q)
+        if separate or torch.compiler.is_compiling():  # Inductor was not tried with a tuple as a kernel's constant
+            options: Any = dict(eps=norms.eps, offset=norms.offset, cast_before_weight=norms.cast_before_weight)
+            q, k, norms = rms_norm(q, norms.q, **options), rms_norm(k, norms.k, **options), None
+    if separate:
         q = rope_to_cache(q, k, v, cos, sin, keys, values, ends, ring=ring, scales=scales)
     else:
         check_token(name, q, k, v, keys, values, ends, scales)
         tables = check_tables(name, q, q.shape[-1], cos, sin)
         k, v = _alike(k, v)
         new = *((k, v) if k.stride(2) == k.shape[3] else (k.contiguous(), v.contiguous())), *tables
-    return _attention(q, keys, values, starts, ends, new, ring, window, softcap, scale, counters, scales, sinks)
+    return _attention(q, keys, values, starts, ends, new, norms, ring, window, softcap, scale, counters, scales, sinks)
 
 
 def is_large(q: Tensor) -> bool:
@@ -454,11 +488,12 @@ def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _attention(
-    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, new: tuple[Tensor, ...] | None, ring: bool,
-    window: int | None, softcap: float | None, scale: float | None, counters: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, new: tuple[Tensor, ...] | None,
+    norms: HeadNorms | None, ring: bool, window: int | None, softcap: float | None, scale: float | None,
+    counters: Tensor | None, scales: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """`decode_attention`; new: key and value [B, 1, HK, D] that the cache does not have yet, cos and sin."""
+    """`decode_attention`; new: key and value [B, 1, HK, D] that the cache does not have yet, cos and sin; norms: of q
+    and of that key."""
     of_q, of_k = q.shape, keys.shape
     if (
         len(of_q) != 4 or len(of_k) != 4 or of_k != values.shape or of_q[1] != 1 or of_q[0] != of_k[0]
@@ -470,7 +505,8 @@ def _attention(
         raise InputError(
             f"decode_attention: q has {describe(q)}, keys {describe(keys)}, values {describe(values)}, starts "
             f"{describe(starts)}, ends {describe(ends)}; expected q [B, 1, HQ, D] and keys, values [B, C, HK, D] of "
-            "one dtype, or the latter in float8_e4m3fn and scales bf16 [B, C, HK], int32 [B] twice, all on one device"
+            "one dtype, or the latter in float8_e4m3fn and scales bf16 [B, C, HK] laid out as heads, int32 [B] twice, "
+            "all on one device"
         )
     if sinks is not None:
         check_operand("decode_attention", "sinks", sinks, of_q[2:3], "q", q)
@@ -503,11 +539,12 @@ def _attention(
     launch(
         _kernel, (rows * num_kv_heads, parts if splits > 1 else 1),
         out, part, stats, ends if counters is None else counters, q, keys, values, *(scales or (None, None)),
-        *(new or (None,) * 4), sinks, starts, ends, window, capacity if ring else None,
-        q.stride(0), q.stride(2), *keys.stride()[:3], *(scales[0].stride()[:2] if scales else (0, 0)), *of_new,
+        *(new or (None,) * 4), *((None, None) if norms is None else (norms.q.contiguous(), norms.k.contiguous())),
+        sinks, starts, ends, window, capacity if ring else None, q.stride(0), q.stride(2), *keys.stride()[:3], *of_new,
         of_scores, softcap, splits, MAX_BY_LAST, num_heads, num_kv_heads, size,
-        block_d, block_n, shares_at_a_time(group_2 * block_d, splits),
-        half, has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 or size > 256 else 2, **overlapping(overlap),
+        block_n, shares_at_a_time(group_2 * block_d, splits),
+        half, None if norms is None else norms[2:], has_ptx(q), overlap,
+        num_warps=4 if q.dtype == torch.float32 or size > 256 else 2, **overlapping(overlap),
     )  # fmt: skip
     if splits > 1:
         sum_many_shares(out, part, stats, starts, ends, window, of_scores, softcap, splits, block_n)

@@ -421,7 +421,7 @@ def check_token(
         raise InputError(
             f"{where}: q has {describe(q)}, k {describe(k)}, v {describe(v)}, keys {describe(keys)}, values "
             f"{describe(values)}, ends {describe(ends)}; expected [B, 1, heads, D] and [B, C, HK, D] of one dtype, or "
-            "the latter in float8_e4m3fn and scales bf16 [B, C, HK], and int32 [B], on one device"
+            "the latter in float8_e4m3fn and scales bf16 [B, C, HK] laid out as heads, and int32 [B], on one device"
         )
 
 
@@ -434,7 +434,7 @@ def rope_to_cache(
     q [B, 1, HQ, D], k, v [B, 1, HK, D], of any strides; q is overwritten if its heads are contiguous. cos, sin as in
     `rope`. keys, values: [B, C, HK, D] with contiguous heads; row b's token goes into column ends[b] - 1, which
     must be below C, or with `ring` into that column modulo C. Rows may share memory (stride 0), and then have different
-    ends. ends: int32 [B]. scales: of keys and values in fp8, bf16 [B, C, HK] each, of the same strides; see fp8.py.
+    ends. ends: int32 [B]. scales: of keys and values in fp8, bf16 [B, C, HK] each, laid out as the heads; see fp8.py.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
     heads, size = k.shape[2], operator.index(k.shape[3])

@@ -31,11 +31,11 @@ def check_e4m3(device: torch.device, what: str, instead: str) -> None:
 
 
 def are_scales(scales: tuple[Tensor, Tensor], of: Tensor) -> bool:
-    """True if these are scales of keys and values of the shape of `of` [B, C, HK, D], both with the same strides."""
+    """True if these are scales of keys and values of the shape of `of` [B, C, HK, D], laid out as its heads."""
     a, b = scales
     return (
         a.shape == b.shape == of.shape[:3] and a.dtype == b.dtype == SCALE_DTYPE and a.device == b.device == of.device
-        and a.stride() == b.stride() and a.stride(2) == 1
+        and a.stride() == b.stride() and tuple([n * of.shape[3] for n in a.stride()]) == of.stride()[:3]
     )  # fmt: skip
 
 

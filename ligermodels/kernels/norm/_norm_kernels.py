@@ -25,7 +25,7 @@ def _mean(total, count):
 
 
 @triton.jit
-def _rstd(total, N: tl.constexpr, eps: tl.constexpr, dtype: tl.constexpr):
+def rstd_of(total, N: tl.constexpr, eps: tl.constexpr, dtype: tl.constexpr):
     """rsqrt(total / N + eps), whose error is that of the whole row."""
     mean_square = total * (1.0 / N)
     if dtype == tl.float32:  # the 2 ulp of the hardware's rsqrt would show in fp32
@@ -65,7 +65,7 @@ def _load_bias(b_ptr, cols, N: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constex
 
 
 @triton.jit
-def _scaled(x_hat, w, b, CAST_FIRST: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr):
+def scaled(x_hat, w, b, CAST_FIRST: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr):
     """x_hat * w + b. CAST_FIRST: rounds x_hat to OUT before."""
     if WEIGHT:
         if CAST_FIRST:
@@ -103,9 +103,9 @@ def forward_kernel(
         mean = _mean(tl.sum(x, 1), 1.0 * N)
         tl.store(stats_ptr + n_rows + rows, mean, mask=row_mask)
         x = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = _rstd(tl.sum(x * x, 1), N, eps, OUT)
+    rstd = rstd_of(tl.sum(x * x, 1), N, eps, OUT)
     tl.store(stats_ptr + rows, rstd, mask=row_mask)
-    tl.store(y_ptr + place, _scaled(x * rstd[:, None], w, b, CAST_FIRST, WEIGHT, BIAS, OUT), mask=mask)
+    tl.store(y_ptr + place, scaled(x * rstd[:, None], w, b, CAST_FIRST, WEIGHT, BIAS, OUT), mask=mask)
 
 
 @triton.jit

@@ -9,12 +9,14 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.attention import decode_attention as module
 from ligermodels.kernels.attention.attention import attention_reference
 from ligermodels.kernels.attention.decode_attention import (
+    HeadNorms,
     decode_attention,
     decode_attention_reference,
     rope_decode_attention,
 )
 from ligermodels.kernels.attention.rope import rope_qk_reference, rope_to_cache
 from ligermodels.kernels.linear.fp8 import dequantize_heads, quantize_heads
+from ligermodels.kernels.norm.rms_norm import rms_norm, rms_norm_reference
 from tests.kernels.cases import HALF
 from tests.kernels.judge import DTYPES, ON_GPU
 from tests.kernels.on_gpu import large
@@ -297,6 +299,82 @@ def test_rope_and_attention_in_one_launch(device, monkeypatch, poison, case, hea
         assert_as_exact(found, results[1], results[0], f"{dtype} {size}", shared=size)
 
 
+def normed(q, k, norms, how=rms_norm):
+    options = dict(eps=norms.eps, offset=norms.offset, cast_before_weight=norms.cast_before_weight)
+    return how(q, norms.q.to(q.device), **options), how(k, norms.k.to(k.device), **options)
+
+
+@pytest.mark.parametrize("case", [
+    # capacity, starts, ends, ring, window
+    (300, [0, 17, 299], [300, 256, 300], False, None),
+    (40, [0, 930, 1000], [1040, 1033, 1021], True, 33),
+    (300, [9, 5, 300], [9, 6, 41], False, None),  # rows that have not begun, and the new token alone
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("offset, cast_before_weight", [(0.0, True), (1.0, False), (0.5, True)])
+def test_norms_in_the_same_launch(device, monkeypatch, poison, case, heads, offset, cast_before_weight):
+    """Attention and the new key are those of `rms_norm` before the op, to an ulp of the norms and of the output; and
+    as exact as eager. q lies beside a gate, as in Qwen3.5."""
+    capacity, starts, ends, ring, window = case
+    rows = len(ends)
+    monkeypatch.setattr(module, "rms_norm", None)
+    of_case = heads[0] + case[0] + int(2 * offset)
+    for i, (dtype, size) in enumerate(itertools.product(HALF if ON_GPU else [torch.float16], [16, 24, 64, 256])):
+        if ON_GPU and i % 3 != of_case % 3:
+            continue
+        i += of_case
+        monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
+        options = dict(window=window, ring=ring, softcap=(None, 3.0)[i % 2])
+        if i // 2 % 2:
+            options["sinks"] = 3 * torch.randn(heads[0], device=device)
+        q = (3 * torch.randn(rows, 1, heads[0], 2 * size, device=device)).to(dtype)[..., :size]
+        k, v = (0.5 * torch.randn(rows, 1, 2 * heads[1], size, device=device)).to(dtype).split(heads[1], 2)
+        of_q, of_k = (1 - offset + 0.4 * torch.randn(2, size, device=device)).to((dtype, torch.float32)[i % 2])
+        norms = HeadNorms(of_q, of_k, (1e-6, 0.3)[i // 2 % 2], offset, cast_before_weight)
+        half = (size // 2, size // 4, 1)[i % 3]  # of one dim, as where nothing rotates
+        angles = torch.rand(rows, 1, half, device=device) * 6 * (half > 1)
+        tables = angles.cos(), angles.sin()
+        keys, values, *bounds = cache(rows, capacity, heads[1], size, starts, ends, ring, dtype, device)
+        here = torch.arange(rows), (torch.tensor(ends) - 1) % capacity
+        keys[here] = values[here] = torch.nan
+        wanted = [x.clone() for x in (keys, values)]
+        found = rope_decode_attention(q, k, v, *tables, keys, values, *bounds, norms=norms, **options)
+        expected = rope_decode_attention(*normed(q, k, norms), v, *tables, *wanted, *bounds, **options)
+        ulp = torch.finfo(dtype).eps * ON_GPU  # where a head's squares are summed in another order
+        torch.testing.assert_close((keys, values), tuple(wanted), equal_nan=True, rtol=2 * ulp, atol=4 * ulp)
+        torch.testing.assert_close(found, expected, rtol=4 * ulp, atol=4 * ulp)
+        results = []
+        for precise in (torch.float64, dtype):
+            turned = normed(q.to(precise), k.to(precise), norms, rms_norm_reference)
+            turned_q, turned_k = rope_qk_reference(*turned, *tables)
+            full = [x.to(precise) for x in (keys, values)]
+            full[0][here] = turned_k[:, 0]
+            results.append(by_rows(turned_q, *full, *bounds, **options))
+        assert_as_exact(found, results[1], results[0], f"{dtype} {size}", shared=size)
+
+
+@pytest.mark.parametrize("how", ["fp32", "fp8", "rows see each other"])
+def test_norms_come_first_where_the_kernel_does_not_rotate(device, how):
+    dtype = torch.float32 if how == "fp32" else torch.float16
+    q, k, v = torch.randn(2, 1, 8, 16, device=device).to(dtype).split([4, 2, 2], 2)
+    norms = HeadNorms(*torch.rand(2, 16, device=device), 0.1, 1.0, False)
+    cos, sin = torch.rand(2, 2, 1, 8, device=device)
+    kv = cache(2, 20, 2, 16, [0, 3], [5, 6], False, torch.float32 if how == "fp8" else dtype, device)
+    stored, bounds, scales = [x.nan_to_num() for x in kv[:2]], kv[2:], None
+    if how == "fp8":
+        stored, scales = zip(*(quantize_heads(x) for x in stored), strict=True)
+    results = []
+    for first in (False, True):
+        buffers, of_buffers = ([x.clone() for x in both or ()] for both in (stored, scales))
+        if how == "rows see each other":
+            buffers = [x[:1].expand_as(x) for x in buffers]
+        pair, options = (normed(q, k, norms), {}) if first else ((q.clone(), k), dict(norms=norms))
+        options["scales"] = tuple(of_buffers) or None
+        out = rope_decode_attention(*pair, v, cos, sin, *buffers, *bounds, **options)
+        results.append([x.float() for x in (out, *buffers, *of_buffers)])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_infinities_do_not_become_numbers(device):
     """e4m3 has none, and conversions saturate."""
     k, v, angles = torch.randn(1, 1, 2, 16), torch.randn(1, 1, 2, 16), torch.zeros(1, 1, 8, device=device)
@@ -318,6 +396,7 @@ def test_bad_calls_say_what_is_wrong(device):
     kv = cache(2, 20, 2, 16, [0, 0], [5, 5], False, torch.float32, device)
     q = torch.randn(2, 1, 4, 16, device=device)
     bits, scales = zip(*(quantize_heads(x) for x in kv[:2]), strict=True)
+    token = q, q[:, :, :2], q[:, :, :2], q[:, :, 0, :8], q[:, :, 0, :8]
     for call in (
         lambda: decode_attention(q[:1], *kv),
         lambda: decode_attention(q.half(), *kv),
@@ -331,8 +410,11 @@ def test_bad_calls_say_what_is_wrong(device):
         lambda: decode_attention(q, *bits, *kv[2:]),
         lambda: decode_attention(q, *bits, *kv[2:], scales=(scales[0], scales[1].float())),
         lambda: decode_attention(q, *bits, *kv[2:], scales=(scales[0][:, :5], scales[1])),
+        lambda: decode_attention(q, *bits, *kv[2:], scales=tuple(x.mT.contiguous().mT for x in scales)),
         lambda: decode_attention(q, *bits, *kv[2:], scales=(scales[0][:1].expand(2, 20, 2), scales[1])),
         lambda: rope_to_cache(q, q[:, :, :2], q[:, :, :2], q[:, :, 0, :8], q[:, :, 0, :8], *bits, kv[3]),
+        lambda: rope_decode_attention(*token, *kv, norms=HeadNorms(q[0, 0, 0, :8], q[0, 0, 0], 1e-6, 0.0, True)),
+        lambda: rope_decode_attention(*token, *kv, norms=HeadNorms(q[0, 0, 0], q[0, 0, 0].long(), 1e-6, 0.0, True)),
     ):
         with pytest.raises(InputError, match="expected"):
             call()
