@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.attention.attention import attention, engine
+from ligermodels.kernels.attention.decode_attention import HeadNorms
 from ligermodels.kernels.attention.decode_keys_as_values import rotating_dims, whole_keys
 from ligermodels.kernels.attention.rope import rope, rope_qk
 from ligermodels.kernels.linear.glu import glu
@@ -25,7 +26,7 @@ from ligermodels.layers.linear import (
     warn_unfused,
 )
 from ligermodels.layers.norm import RMSNorm
-from ligermodels.layers.parallel import MeshGroup, local_shard
+from ligermodels.layers.parallel import MeshGroup, local_shard, replicated
 from ligermodels.layers.state import KeyValues
 
 
@@ -124,8 +125,10 @@ class Attention(JointProjections):
         tables = None if self.rope is None else batch.rotary[self.rope]
         token = None if cache is None else batch.next_token
         x = x if self.tp is None else self.tp.all_gather(x, 1)
-        # The cache rotates the token that it stores.
-        q, k, v, gate = self._qkv(x, tables if token is None or self.reads_keys else None)
+        # The cache normalises and rotates the token that it stores.
+        weight = None if token is None else self._weight_of_keys(cache, past=None)
+        norms = None if token is None or weight is not None else self._norms()
+        q, k, v, gate = self._qkv(x, tables if token is None or self.reads_keys else None, normed=norms is None)
         if cp is not None:
             q, k, v = (part if part is None else cp.to_heads(part) for part in (q, k, v))
         sinks = self._sinks(cp)
@@ -135,8 +138,10 @@ class Attention(JointProjections):
             options: Any = dict(window=self.window, softcap=self.softcap, scale=self.scale)
             if sinks is not None:
                 options["sinks"] = sinks
-            if (weight := self._weight_of_keys(cache, past=None)) is not None:
+            if weight is not None:
                 options["weight"] = weight
+            if norms is not None:
+                options["norms"] = norms
             out = state.attend(q, k, v, token, tables, **options)
             if gate is not None:
                 out = glu(gate, out, activation="sigmoid")
@@ -208,6 +213,17 @@ class Attention(JointProjections):
             )
         return cast(Tensor, cast(RMSNorm, self.k_norm).weight)
 
+    def _norms(self) -> HeadNorms | None:
+        """q_norm and k_norm, for an op that computes them too; None where there are none, or their calls are more."""
+        norms: Any = self.q_norm, self.k_norm
+        if not all(type(norm) is RMSNorm and is_plain_call(norm) for norm in norms):
+            return None
+        (q, *of_q), (k, *of_k) = (
+            (replicated(norm.weight, norm.tp), norm.eps, norm.offset, norm.cast_before_weight) for norm in norms
+        )
+        is_plain = all(type(weight) in (Tensor, nn.Parameter) for weight in (q, k))
+        return HeadNorms(q, k, *of_q) if is_plain and of_q == of_k else None
+
     def _sinks(self, cp: MeshGroup | None) -> Tensor | None:
         """The sinks of the query heads that this rank computes."""
         sinks = local_shard(self.sinks, self.tp)
@@ -260,9 +276,9 @@ class Attention(JointProjections):
         rows = self.num_heads * self.head_dim * (1 + self.output_gate), keys, keys
         return rows[: 1 if self.reads_keys else 2 if self.keys_as_values else 3]
 
-    def _qkv(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Any]:
+    def _qkv(self, x: Tensor, tables: tuple[Tensor, Tensor] | None, normed: bool = True) -> Sequence[Any]:
         """q, k, v [B, S, heads, head_dim], rotated by the tables, if there are any, and the output gate or None. k and
-        v are None if they are those of an earlier layer."""
+        v are None if they are those of an earlier layer. normed: by q_norm and k_norm, if there are any."""
         inputs = self.joint_modules
         separate = torch.compiler.is_compiling() and len(inputs) > 1  # the compiler fuses what follows each
         operands = None if separate else operands_of(inputs)
@@ -283,12 +299,12 @@ class Attention(JointProjections):
         gate = None
         if self.output_gate:
             q, gate = q.unflatten(2, (-1, 2)).unbind(3)
-        q = q if self.q_norm is None else self.q_norm(q)
+        q = self.q_norm(q) if normed and self.q_norm is not None else q
         if not keys:
             q = q if tables is None else rope_qk(q, q.detach()[:, :, :0], *tables)[0]
             return q, None, None, gate
         k, v = keys[0], keys[-1]
-        k = k if self.k_norm is None else self.k_norm(k)
+        k = self.k_norm(k) if normed and self.k_norm is not None else k
         v = v if self.v_norm is None else self.v_norm(v)
         if tables is not None:
             q, k = rope_qk(q, k, *tables)

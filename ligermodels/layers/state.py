@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.attention.decode_attention import decode_attention, rope_decode_attention
+from ligermodels.kernels.attention.decode_attention import HeadNorms, decode_attention, rope_decode_attention
 from ligermodels.kernels.attention.decode_keys_as_values import rope_decode_keys_as_values
 from ligermodels.kernels.linear import fp8
 from ligermodels.layers.batch import NextToken
@@ -158,14 +158,15 @@ class KeyValues(State):
     def attend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, token: NextToken, tables: tuple[Tensor, Tensor] | None, *,
         window: int | None, softcap: float | None, scale: float | None, weight: Tensor | None = None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, norms: HeadNorms | None = None,
     ) -> Tensor:  # fmt: skip
         """Rotates and stores one new token a row, and returns its attention [B, 1, HQ, D] to the tokens of its row.
 
         q [B, 1, HQ, D], which is overwritten, k, v [B, 1, HK, D]. tables: cos and sin; None rotates nothing. Positions
         are on the device. In a cache of one row the B tokens may follow each other: each sees those before. Without k
         and v the token is stored already, and q is rotated: a later layer reads this state. weight [D]: makes keys of
-        values, where the state has `key_dim` dims of keys; there is no window, softcap or sink then. sinks: [HQ].
+        values, where the state has `key_dim` dims of keys; there is no window, softcap, sink or norm then. sinks: [HQ].
+        norms: of each head of q and k, before they rotate; None: they are normalised, or have no norms.
         """
         buffers = self.buffers
         if self.rows == 1:
@@ -185,7 +186,7 @@ class KeyValues(State):
             )  # fmt: skip
         cos, sin = tables or (q.new_ones(1, 1, 1, dtype=torch.float32), q.new_zeros(1, 1, 1, dtype=torch.float32))
         return rope_decode_attention(
-            q, k, v, cos, sin, keys, values, token.starts, token.ends, counters=self.counters, **options
+            q, k, v, cos, sin, keys, values, token.starts, token.ends, counters=self.counters, norms=norms, **options
         )
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:

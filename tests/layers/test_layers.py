@@ -337,6 +337,42 @@ def test_sinks_as_transformers(kind, padded):
     torch.testing.assert_close(torch.cat(steps, 1)[key_mask], y[key_mask], rtol=1e-5, atol=1e-6)
 
 
+def other_eps(norm):
+    norm.eps = 1.0
+
+
+def double_weight(norm):
+    norm.weight = nn.Parameter(norm.weight.detach().double())
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+@pytest.mark.parametrize("change", [None, other_eps, double_weight, *WRAPPINGS[:4]])
+@pytest.mark.parametrize("options", [{}, dict(rope=None, output_gate=True)], ids=["plain", "gate, no rope"])
+def test_norms_of_heads_in_decoding(monkeypatch, name, change, options):
+    """The op that stores the new token computes them as well, unless the two differ, or a call is more than a norm."""
+    passed, attend = [], KeyValues.attend
+    monkeypatch.setattr(
+        KeyValues, "attend", lambda *args, **rest: passed.append(rest.get("norms")) or attend(*args, **rest)
+    )
+    layer = make_attention(qk_norm=dict(eps=0.1, offset=1.0, cast_before_weight=False), **options)
+    for norm in (layer.q_norm, layer.k_norm):
+        nn.init.normal_(norm.weight)
+    if change is not None:
+        change(layer.get_submodule(name))
+    x, rotary = torch.randn(2, 7, 16), batch_of(7).rotary["full"]
+    with torch.no_grad():
+        expected = layer(x, batch_of(7))
+        cache = layer.new_state(2, 7, whole=False, dtype=torch.float32, device="cpu")
+        steps = [layer(x[:, :4], L.Batch(rotary={"full": tuple(t[:, :4] for t in rotary)}), cache)]
+        cache.reserve(7, 4)
+        for i in range(4, 7):
+            token = NextToken(starts=torch.zeros(2).int(), ends=torch.full((2,), i + 1).int())
+            tables = {"full": tuple(t[:, i : i + 1] for t in rotary)}
+            steps.append(layer(x[:, i : i + 1], L.Batch(rotary=tables, next_token=token, past_length=i), cache))
+    torch.testing.assert_close(torch.cat(steps, 1), expected)
+    assert [norms is None for norms in passed] == [change not in (None, double_weight)] * 3
+
+
 REFUSED = {
     "not causal cannot be cached": lambda x, cache: make_attention(rope=None, causal=False)(x, L.Batch(), cache),
     "packed sequences cannot go into a KV cache": lambda x, cache: make_attention(rope=None)(
