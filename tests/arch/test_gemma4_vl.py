@@ -167,7 +167,7 @@ class TestImages(Tiny):
             model.zero_grad()
             expected.loss.backward()
             model(**batch, labels=labels).loss.backward()
-            check_gradients(hf, model, on_disk, allowed=2 * GRADIENTS)
+            check_gradients(hf, model, on_disk, allowed=3 * GRADIENTS)  # 2.2 on a CPU with AMX
 
     def test_greedy_tokens(self, hf, model, tiny):
         for rows in (CASES[None], CASES["left"], CASES["right"]):

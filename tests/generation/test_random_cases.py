@@ -129,14 +129,20 @@ def run(model, ids, **options):
 
 
 def assert_same_steps(found, expected, start):
-    """Scores are equal while the tokens are; a token of greedy decoding differs only where two are as likely."""
-    together = torch.ones(len(found.sequences), dtype=torch.bool)
+    """Scores are equal while the tokens are; a token of greedy decoding differs only where two are as likely. The least
+    likely token that min_p or top_p keeps may be cut on one side by rounding alone: a row is compared no further."""
+    together, compared = (torch.ones(len(found.sequences), dtype=torch.bool) for _ in range(2))
     for step, (ours, theirs) in enumerate(zip(found.scores, expected.scores, strict=False)):
-        torch.testing.assert_close(ours[together], theirs[together], **CLOSE)
+        cut = ours.isneginf() != theirs.isneginf()
+        kept = torch.maximum(ours, theirs)
+        least = kept.masked_fill(kept.isneginf(), float("inf")).amin(1, keepdim=True)
+        compared &= ~((cut & (kept <= least + CLOSE["atol"])).any(1) & (cut.sum(1) == 1))
+        torch.testing.assert_close(ours[together & compared], theirs[together & compared], **CLOSE)
         column = start + step
-        together &= found.sequences[:, column] == expected.sequences[:, column]
+        together &= (found.sequences[:, column] == expected.sequences[:, column]) | ~compared
     assert together.all(), (found.sequences, expected.sequences)
-    assert torch.equal(found.sequences, expected.sequences)
+    if compared.all():
+        assert torch.equal(found.sequences, expected.sequences)
 
 
 @pytest.mark.parametrize(
