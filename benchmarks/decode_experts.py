@@ -25,7 +25,8 @@ from torch import Tensor
 from benchmarks import harness
 from benchmarks.harness import Record, Row
 from benchmarks.kernels import ceilings, milliseconds
-from benchmarks.train_cases import MODELS
+from benchmarks.quantized import nbytes
+from benchmarks.train_cases import MODELS, changed
 from ligermodels import kernels
 from ligermodels.kernels.experts import _decode_mxfp4
 from ligermodels.kernels.experts._decode import Tile
@@ -53,10 +54,9 @@ def measure(options: argparse.Namespace, record: Record) -> None:
             mixture = Mixture(name, kind, options.device, dry=options.dry)
             for rows in options.rows:
                 row = {"model": name, "weights": kind, "rows": rows}
-                if not mixture.error(rows) < 2**-7:
-                    record["red"].append(
-                        f"{name}, {kind}, {rows} rows: off by {mixture.error(rows):.2g} of the largest"
-                    )
+                error = mixture.error(rows)
+                if not error < 2**-7:
+                    record["red"].append(f"{name}, {kind}, {rows} rows: off by {error:.2g} of the largest element")
                     continue
                 record["experts"].append(row | mixture.speed(rows, record["ceilings"]["copy TB/s"]))
                 harness.announce(record["experts"][-1])
@@ -77,7 +77,7 @@ class Mixture:
     """LAYERS layers of a model's experts. kind: of their weights."""
 
     def __init__(self, name: str, kind: str, device: str, *, dry: bool):
-        config = MODELS[name].config | (dict(MODELS[name].tiny) if dry else {})
+        config = changed(MODELS[name].config, MODELS[name].tiny if dry else {})
         clamped = "swiglu_limit" in config
         self.count = config.get("num_local_experts") or config["num_experts"]
         self.top_k, self.hidden, self.device = config["num_experts_per_tok"], config["hidden_size"], device
@@ -119,18 +119,14 @@ class Mixture:
     def speed(self, rows: int, copy: float) -> Row:
         inputs = self.inputs(rows)
         chosen = sum(len(kernels.route(logits, top_k=self.top_k)[1].unique()) for _, logits in inputs) / LAYERS
-        nbytes = sum(t.nbytes for w, b, _ in self.layers[0] for t in (*tensors(w), *([] if b is None else [b])))
+        whole = sum(nbytes(w) + (0 if b is None else b.nbytes) for w, b, _ in self.layers[0])
         calls = [functools.partial(self.layer, *of, layer) for of, layer in zip(inputs, self.layers, strict=True)]
         ms, _ = milliseconds(calls, self.device)
-        read = nbytes * chosen / self.count
+        read = whole * chosen / self.count
         return {
             "experts": chosen, "MB": read / 1e6, "us": ms * 1e3, "TB/s": read / ms * 1e-9,
             "of copy": read / ms * 1e-9 / copy,
         }  # fmt: skip
-
-
-def tensors(weight: object) -> list[Tensor]:
-    return [weight] if isinstance(weight, Tensor) else [getattr(weight, name) for name in ("packed", "scale")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
