@@ -340,11 +340,12 @@ def decoded_experts(rows: int, dtype: torch.dtype = BF16) -> None:
     kernels.moe_experts(frozen(rows, 2048, dtype=dtype), weights, chosen, *projections)
 
 
-def decoded_experts_of_gpt_oss(rows: int, *, few_bits: bool) -> None:
+def decoded_experts_of_gpt_oss(rows: int, *, few_bits: bool, gap: int = 0) -> None:
+    """gap: elements between the rows of x."""
     chosen, weights = frozen(rows, 4, dtype=INT32), frozen(rows, 4, dtype=FP32)
     make = mxfp4 if few_bits else frozen
     layers = [LinearOperand(make(32, n, 2880), frozen(32, n), None) for n in (5760, 2880)]
-    experts_of(frozen(rows, 2880), weights, chosen, *layers, activation=CLAMPED)
+    experts_of(frozen(rows, 2880 + gap)[:, :2880], weights, chosen, *layers, activation=CLAMPED)
 
 
 # ---- The optimizer ----
@@ -450,6 +451,7 @@ CASES: dict[str, Callable[[], None]] = {
             decoded_experts_of_gpt_oss(rows, few_bits=few_bits)
         for few_bits in (False, True) for rows in (1, 12, 64)
     },
+    "experts of gpt-oss mxfp4, by tl.dot_scaled": lambda: decoded_experts_of_gpt_oss(12, few_bits=True, gap=4),
     "experts fp32": lambda: experts(1024, dtype=FP32),
     "experts LoRA": lambda: experts(4096, rank=16),
     "experts, one token": lambda: decoded_experts(1),
