@@ -21,7 +21,7 @@ the engine:
 | sinks                                  | bf16, fp16: `flash_attention`, in Triton; else an engine of torch |
 |                                        | that returns lse, see `_torch_sinks`: that of the CPU, the        |
 |                                        | memory-efficient kernel                                           |
-| D > 256, bf16, fp16, on Hopper and     | without a softcap or sinks and from 1,024 queries on              |
+| D > 256, bf16, fp16, on Hopper and     | without a softcap or sinks and from 512 queries on                |
 | datacenter Blackwell                   | `unfused_attention`, in Triton, whatever the mask                 |
 | CPU; no Triton; D > 256; the rest      | torch's first choice, with a boolean mask where one is needed;    |
 |                                        | with a softcap, or sinks on a GPU, `attention_reference`          |

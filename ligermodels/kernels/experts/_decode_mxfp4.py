@@ -6,7 +6,7 @@ program multiplies rows of one expert with some of its tokens on tensor cores, t
 twice, and 4 of sorted rows per weight. x in bf16 alone. Weights are unpacked in registers, exactly, to bf16:
 
 - On NVIDIA GPUs by PTX, for up to 8 tokens of an expert. In one clock the memory of an H200 delivers 33 weights to each
-  multiprocessor, which issues 128 operations, at most 64 of them on integers; this takes 2.4, and 1.6, for a weight.
+  multiprocessor, which issues 128 operations, at most 64 of them on integers; this takes 3.0, and 1.5, for a weight.
   Words go from memory to the lane that multiplies them.
 - Elsewhere by `tl.dot_scaled`, for up to 16 or 32 tokens: on an H200 at 0.3 TB/s, since unpacked weights change lanes.
 """
