@@ -264,7 +264,7 @@ def _kernel(
     GROUP: tl.constexpr = HQ // HK
     GROUP_2: tl.constexpr = triton.next_power_of_2(GROUP)
     BLOCK_G: tl.constexpr = 16 if GROUP_2 < 16 else GROUP_2  # tl.dot takes no fewer rows
-    BLOCK_D: tl.constexpr = 16 if D < 16 else triton.next_power_of_2(D)
+    BLOCK_D: tl.constexpr = 16 * PARTS if D < 16 * PARTS else triton.next_power_of_2(D)
     FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
     b, kv_head, split = tl.program_id(0) // HK, tl.program_id(0) % HK, tl.program_id(1)
     first, end, share, used = shares(starts_ptr, ends_ptr, b, window, SPLITS, BLOCK_N)

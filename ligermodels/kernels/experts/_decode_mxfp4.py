@@ -107,32 +107,37 @@ def _products_ptx() -> str:
 
 
 @triton.jit
-def _add_by_mma(sums, words, scales, x_ptr):
+def _pairs_of_x(x_ptr, words):
+    """The same columns of 8 tokens, as the lanes of `words` multiply them: 8 pairs of bf16 for each."""
+    # `words` give the pairs their layout, to which another would have to be converted.
+    return tl.inline_asm_elementwise(
+        _pairs_of_x_ptx(), _X_OPERANDS, [x_ptr.to(tl.int64), words], dtype=(tl.int32,) * 8, is_pure=False, pack=2
+    )
+
+
+@triton.jit
+def _add_by_mma(sums, words, scales, x):
     """The sums [PARTS * 8, 8] of four times 8 rows with 8 tokens, plus the products of 4 blocks of each row.
 
     A warp's lanes are 8 times 4. Lane (i, j) has block j of row i of each 8, 16 bytes in the order of memory; the same
     columns of token i; and the sums of row i with tokens 2 j and 2 j + 1. These are the operands of matmuls of 16 rows,
     8 columns and 16 products, two for each 4 bytes: which of its columns come in which is no matter.
     """
-    # `words` give the pairs of x the layout of the words, which another would have to be converted to.
-    a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-        _pairs_of_x_ptx(), _X_OPERANDS, [x_ptr.to(tl.int64), words[0]], dtype=(tl.int32,) * 8, is_pure=False, pack=2
-    )
     return tl.inline_asm_elementwise(
         _products_ptx(), _PRODUCTS_OPERANDS,
         [sums[0], sums[1], sums[2], sums[3], words[0], words[1], words[2], words[3], scales[0], scales[1], scales[2],
-         scales[3], a, b, c, d, e, f, g, h],
+         scales[3], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
         dtype=(tl.float32,) * 4, is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @triton.jit
-def _words(rows, w_ptr, at, WORDS: tl.constexpr, EVEN: tl.constexpr):
+def _words(rows, w_ptr, at, WORDS: tl.constexpr):
     """Words `at` of each row, 64 bits [PARTS * 8, 8], 0 past its end."""
     inside = at < WORDS
     return (
-        load(w_ptr + rows[0] * WORDS + at, inside, EVEN), load(w_ptr + rows[1] * WORDS + at, inside, EVEN),
-        load(w_ptr + rows[2] * WORDS + at, inside, EVEN), load(w_ptr + rows[3] * WORDS + at, inside, EVEN),
+        load(w_ptr + rows[0] * WORDS + at, inside, False), load(w_ptr + rows[1] * WORDS + at, inside, False),
+        load(w_ptr + rows[2] * WORDS + at, inside, False), load(w_ptr + rows[3] * WORDS + at, inside, False),
     )  # fmt: skip
 
 
@@ -163,13 +168,16 @@ def _twice(x):
 @triton.jit
 def _products_by_mma(
     w_ptr, s_ptr, x_ptr, expert, a_row, b_row, columns,
-    N: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """`_products` for 16 rows each and 8 tokens. PARTS: groups of 128 columns that run in parallel, one per warp."""
+    """`_products` for 16 rows each and 8 tokens. PARTS: groups of 128 columns that run in parallel, one per warp.
+
+    Weights are loaded STAGES steps, 1 or 2, before they are multiplied, and x one.
+    """
     WORDS: tl.constexpr = M // 16  # of 64 bits, of a row
     BLOCKS: tl.constexpr = M // GROUP
     STEP: tl.constexpr = 8 * PARTS
-    EVEN: tl.constexpr = WORDS % STEP == 0
     w_ptr = w_ptr.to(tl.pointer_type(tl.int64)) + expert.to(tl.int64) * (N * WORDS)
     s_ptr += expert.to(tl.int64) * (N * BLOCKS)
     x_ptr += _for_each_part(columns, PARTS)
@@ -180,14 +188,24 @@ def _products_by_mma(
     at, of_block = part * 8 + tl.arange(0, 8)[None, :], part * 4 + tl.arange(0, 4)[None, :]
     zero = tl.zeros((PARTS * 8, 8), tl.float32)
     sums = zero, zero, zero, zero
-    words, scales = _words(rows, w_ptr, at, WORDS, EVEN), _scales(rows, s_ptr, of_block, BLOCKS)
+    words, scales = _words(rows, w_ptr, at, WORDS), _scales(rows, s_ptr, of_block, BLOCKS)
+    if STAGES == 2:
+        words_1, scales_1 = _words(rows, w_ptr, at + STEP, WORDS), _scales(rows, s_ptr, of_block + STEP // 2, BLOCKS)
+    wait(OVERLAP)
+    x = _pairs_of_x(x_ptr + 16 * tl.minimum(at, WORDS - 1), words[0])  # past the end w is 0
     for first in tl.range(STEP, WORDS, STEP, num_stages=1):
-        next_words = _words(rows, w_ptr, at + first, WORDS, EVEN)
-        next_scales = _scales(rows, s_ptr, of_block + first // 2, BLOCKS)
-        sums = _add_by_mma(sums, words, scales, x_ptr + 16 * (at + (first - STEP)))
-        words, scales = next_words, next_scales
-    last: tl.constexpr = (WORDS - 1) // STEP * STEP
-    sums = _add_by_mma(sums, words, scales, x_ptr + 16 * tl.minimum(at + last, WORDS - 1))  # past the end w is 0
+        if STAGES == 2:
+            words_2 = _words(rows, w_ptr, at + (first + STEP), WORDS)
+            scales_2 = _scales(rows, s_ptr, of_block + (first + STEP) // 2, BLOCKS)
+        else:
+            words_1 = _words(rows, w_ptr, at + first, WORDS)
+            scales_1 = _scales(rows, s_ptr, of_block + first // 2, BLOCKS)
+        x_1 = _pairs_of_x(x_ptr + 16 * tl.minimum(at + first, WORDS - 1), words_1[0])
+        sums = _add_by_mma(sums, words, scales, x)
+        words, scales, x = words_1, scales_1, x_1
+        if STAGES == 2:
+            words_1, scales_1 = words_2, scales_2
+    sums = _add_by_mma(sums, words, scales, x)
     # over all parts at once: [PARTS, 8, 8, 2 (first or last 8 rows), 2 (a or b)]
     total = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
     a_sum, b_sum = tl.split(tl.sum(tl.reshape(total, (PARTS, 8, 8, 2, 2)), 0) * 2.0**_OFFSET)
@@ -212,9 +230,10 @@ def _rows_of(x):
 @triton.jit
 def _products_by_dot(
     w_ptr, s_ptr, x_ptr, expert, a_row, b_row, columns,
-    N: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`_products`, STEP columns at a time."""
+    wait(OVERLAP)
     EVEN: tl.constexpr = M % STEP == 0
     BLOCK: tl.constexpr = a_row.shape[0]
     TOKENS: tl.constexpr = columns.shape[0]
@@ -238,16 +257,19 @@ def _products_by_dot(
 @triton.jit
 def _products(
     w_ptr, s_ptr, x_ptr, expert, a_row, b_row, columns,
-    N: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows a and b [BLOCK] of an expert's weight [N, M] times columns [TOKENS] of x: two [BLOCK, TOKENS] in fp32.
 
-    columns: where they begin, from x_ptr. 8 tokens: by PTX, with 16 rows each.
+    columns: where they begin, from x_ptr. 8 tokens: by PTX, with 16 rows each. OVERLAP: waits for x, see `wait`.
     """
     if columns.shape[0] == 8:
-        return _products_by_mma(w_ptr, s_ptr, x_ptr, expert, a_row, b_row, columns, N, M, GROUP, STEP // 128)
+        return _products_by_mma(
+            w_ptr, s_ptr, x_ptr, expert, a_row, b_row, columns, N, M, GROUP, STEP // 128, STAGES, OVERLAP
+        )
     else:
-        return _products_by_dot(w_ptr, s_ptr, x_ptr, expert, a_row, b_row, columns, N, M, GROUP, STEP)
+        return _products_by_dot(w_ptr, s_ptr, x_ptr, expert, a_row, b_row, columns, N, M, GROUP, STEP, OVERLAP)
 
 
 @triton.jit
@@ -274,7 +296,7 @@ def _up_kernel(
     h_ptr, x_ptr, w_ptr, s_ptr, b_ptr, experts_ptr, n_slots, x_stride,
     E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr, BLOCK_I: tl.constexpr,
-    STEP: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_I elements of h of the slots of one expert."""
     wait(OVERLAP)
@@ -285,7 +307,9 @@ def _up_kernel(
         slots, exist = _slots(same, before, slot, BLOCK_S, TOKENS)
         at = tl.program_id(0) // n_slots * BLOCK_I + tl.arange(0, BLOCK_I)
         rows, columns = tl.minimum(at, INNER - 1), (slots // K).to(tl.int64) * x_stride
-        gate, up = _products(w_ptr, s_ptr, x_ptr, expert, rows, rows + INNER, columns, 2 * INNER, H, GROUP, STEP)
+        gate, up = _products(
+            w_ptr, s_ptr, x_ptr, expert, rows, rows + INNER, columns, 2 * INNER, H, GROUP, STEP, STAGES, False
+        )
         h = _unit(gate, up, b_ptr, expert, at[:, None], INNER, NAME, h_ptr.dtype.element_ty)
         tl.store(h_ptr + slots[None, :] * INNER + at[:, None], h, mask=exist[None, :] & (at < INNER)[:, None])
 
@@ -295,20 +319,19 @@ def _down_kernel(
     out_ptr, h_ptr, w_ptr, s_ptr, b_ptr, experts_ptr, n_slots,
     E: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, OVERLAP: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr,
-    STEP: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """2 BLOCK_H elements of the expert's outputs [slots, H], for the slots of one expert."""
     let_next_start(OVERLAP)
     slot = tl.program_id(0) % n_slots
     expert, same, before = _place(experts_ptr, slot, n_slots, E, BLOCK_S)
-    slots, exist = _slots(same, before, slot, BLOCK_S, TOKENS)
-    wait(OVERLAP)
     if before % TOKENS == 0:
+        slots, exist = _slots(same, before, slot, BLOCK_S, TOKENS)
         a = tl.program_id(0) // n_slots * (2 * BLOCK_H) + tl.arange(0, BLOCK_H)
         b = a + BLOCK_H
         a_sum, b_sum = _products(
             w_ptr, s_ptr, h_ptr, expert, tl.minimum(a, H - 1), tl.minimum(b, H - 1), slots * INNER,
-            H, INNER, GROUP, STEP,
+            H, INNER, GROUP, STEP, STAGES, OVERLAP,
         )  # fmt: skip
         _store_output(out_ptr, a_sum, b_ptr, expert, slots, exist, a, H)
         _store_output(out_ptr, b_sum, b_ptr, expert, slots, exist, b, H)
@@ -327,8 +350,10 @@ def _store_output(out_ptr, total, b_ptr, expert, slots, exist, at, H: tl.constex
 def _tiles(slots: int, count: int, ptx: bool) -> tuple[Tile, Tile]:
     """Of gate_up_proj and of down_proj. rows: of gate and up each; half of those of down_proj. columns: by PTX 128 of
     each warp. Those of PTX have not been measured."""
+    if ptx and slots <= max(8, count // 4):  # hardly any expert has two tokens
+        return Tile(8, 16, 256, 2, 2), Tile(8, 16, 512, 4, 2)
     if ptx:
-        return Tile(8, 16, 512, 4), Tile(8, 16, 512, 4)
+        return Tile(8, 16, 256, 2), Tile(8, 16, 256, 2)
     group = 16 if slots <= 8 * count else 32
     return Tile(group, 16, 256, 4, 3), Tile(group, 16, 512, 4, 3)
 
@@ -377,13 +402,13 @@ def decode_mxfp4(
         _up_kernel, (n_slots * cdiv(inner, of_up.rows),),
         h, x, packed[0], gate_up.weight.scale, gate_up.bias, experts, n_slots, x.stride(0),
         count, top_k, hidden, inner, activation, overlap, BLOCK, block_s, of_up.tokens, of_up.rows,
-        of_up.columns, num_warps=of_up.warps, num_stages=of_up.stages, **overlapping(overlap),
+        of_up.columns, of_up.stages, num_warps=of_up.warps, num_stages=of_up.stages, **overlapping(overlap),
     )  # fmt: skip
     launch(
         _down_kernel, (n_slots * cdiv(hidden, 2 * of_down.rows),),
         out, h, packed[1], down.weight.scale, down.bias, experts, n_slots,
         count, hidden, inner, overlap, BLOCK, block_s, of_down.tokens, of_down.rows, of_down.columns,
-        num_warps=of_down.warps, num_stages=of_down.stages, **overlapping(overlap),
+        of_down.stages, num_warps=of_down.warps, num_stages=of_down.stages, **overlapping(overlap),
     )  # fmt: skip
     block = min(512, next_power_of_2(hidden))
     launch(

@@ -19,7 +19,7 @@ TILES = {
     "small": (Tile(16, 16, 64, 4, 3), Tile(16, 16, 128, 4, 3)),
     "large": (Tile(32, 32, 256, 4, 3), Tile(32, 64, 256, 4, 3)),
     "by PTX, one warp": (Tile(8, 16, 128, 1), Tile(8, 16, 128, 1)),
-    "by PTX, two and eight warps": (Tile(8, 16, 256, 2), Tile(8, 16, 1024, 8)),
+    "by PTX, two and eight warps": (Tile(8, 16, 256, 2, 2), Tile(8, 16, 1024, 8, 2)),
 }
 
 
