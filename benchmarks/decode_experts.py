@@ -9,7 +9,8 @@ in the cache. "MB": of the experts that were chosen, weights, scales and biases.
 of a copy at which they are read. Before that, the result of a layer is compared with fp64: a layer that is off by more
 than bf16's rounding gets no figures, and the exit status is 1.
 
---tiles: each tile of the kernels of MXFP4 on NVIDIA GPUs, as warps of the first and of the second projection.
+--tiles: each tile of the kernels of MXFP4 on NVIDIA GPUs, as warps of the first and of the second projection, and the
+steps by which weights are loaded before they are multiplied.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from ligermodels.kernels.linear.operand import LinearOperand
 
 LAYERS = 4
 MIXTURES = "qwen3-30b-a3b", "gpt-oss-20b"
-WARPS = 1, 2, 4, 8
+WARPS = 1, 2, 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,17 +61,17 @@ def measure(options: argparse.Namespace, record: Record) -> None:
                     continue
                 record["experts"].append(row | mixture.speed(rows, record["ceilings"]["copy TB/s"]))
                 harness.announce(record["experts"][-1])
-                for tiles in itertools.product(WARPS, WARPS) if options.tiles and kind == "mxfp4" else ():
+                for tiles in itertools.product(WARPS, WARPS, (1, 2)) if options.tiles and kind == "mxfp4" else ():
                     with mock.patch.object(_decode_mxfp4, "_tiles", lambda *args, tiles=tiles: of_warps(*tiles)):
                         found = mixture.speed(rows, record["ceilings"]["copy TB/s"])
-                    record["tiles"].append(row | {"warps": str(tiles), "us": found["us"]})
+                    record["tiles"].append(row | {"tiles": str(tiles), "us": found["us"]})
                     harness.announce(record["tiles"][-1])
             del mixture
             harness.free(options.device)
 
 
-def of_warps(first: int, last: int) -> tuple[Tile, Tile]:
-    return Tile(8, 16, 128 * first, first), Tile(8, 16, 128 * last, last)
+def of_warps(first: int, last: int, stages: int) -> tuple[Tile, Tile]:
+    return Tile(8, 16, 128 * first, first, stages), Tile(8, 16, 128 * last, last, stages)
 
 
 class Mixture:

@@ -202,7 +202,7 @@ _GEMMA_4_TINY = {
 }  # fmt: skip
 _SHARED_KEYS = {"num_hidden_layers": 4, "layer_types": _periods(1, 4), "num_kv_shared_layers": 2}
 _GEMMA_4_E = dict[str, Any](
-    parity_length=4096, shallow=_SHARED_KEYS,
+    drawn=True, parity_length=4096, shallow=_SHARED_KEYS,
     tiny={**_GEMMA_4_TINY, **_SHARED_KEYS, "hidden_size_per_layer_input": 16},
 )  # fmt: skip
 _GEMMA_4_BIG = dict[str, Any](
@@ -236,7 +236,7 @@ MODELS: dict[str, Model] = {
         for n in (6, 12)
     },
     "gpt-oss-20b": Model(
-        _GPT_OSS_20B, "eager", shallow=_TWO_WINDOWS, parity_length=4096,
+        _GPT_OSS_20B, "eager", drawn=True, shallow=_TWO_WINDOWS, parity_length=4096,
         tiny={
             **_TINY, **_TWO_WINDOWS, "head_dim": 16, "sliding_window": 24, "num_local_experts": 4,
             "num_experts_per_tok": 4,
