@@ -17,7 +17,7 @@ from benchmarks.train_cases import CASES, MODELS
 from benchmarks.train_step import FP8, TORCHAO
 
 RESULTS = ROOT / "benchmarks" / "results"
-OTHER_FORMS = ("ablations", "decode-qwen3.5-step", "fp8", "gpu", "kernels", "quantized")
+OTHER_FORMS = ("ablations", "decode-experts", "decode-qwen3.5-step", "fp8", "gpu", "kernels", "quantized")
 """What the names of records begin with that have no measurements of models, or none with a baseline's name."""
 FAMILY_OF = {"smollm2": "llama"}
 """First part of a model's name -> its model_type, for models that benchmarks/train_cases.py does not have."""
