@@ -144,6 +144,10 @@ def baseline_name(row: Measurement) -> str:
     known = list(_PEERS)
     options.sort(key=lambda name: known.index(name) if name in known else len(known))
     whole = " + ".join(_PEERS.get(name, name) for name in (base, *options))
+    if row.kind == "rollout":
+        whole += " with transformers' generate"
+    if row.kind == "command" and "flex" not in options:
+        whole += " on sdpa"
     slow = base == "hf" and row.family.startswith(("qwen3_5", "qwen3_next")) and not _DELTA_RULES & {*options}
     return whole + " (delta rule in PyTorch)" * slow
 
