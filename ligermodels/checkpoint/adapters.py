@@ -165,7 +165,7 @@ def merged(old: Tensor, lora_b: Tensor, lora_a: Tensor, scale: float, magnitude:
     """
     dtype = torch.promote_types(torch.float32, old.dtype)
     result, lora_a = torch.empty_like(old), lora_a.to(dtype)
-    for rows in row_chunks(old):
+    for rows in _row_chunks(old):
         total = torch.addmm(old[rows].to(dtype), lora_b[rows].to(dtype), lora_a, alpha=scale)
         if magnitude is not None:
             total *= (magnitude[rows].to(dtype) / torch.linalg.vector_norm(total, dim=1))[:, None]
@@ -173,7 +173,7 @@ def merged(old: Tensor, lora_b: Tensor, lora_a: Tensor, scale: float, magnitude:
     return result
 
 
-def row_chunks(weight: Tensor) -> list[slice]:
+def _row_chunks(weight: Tensor) -> list[slice]:
     """Slices of the rows of a matrix, each 16 MiB in fp32."""
     step = max(1, _CHUNK // weight.shape[1])
     return [slice(start, start + step) for start in range(0, weight.shape[0], step)]

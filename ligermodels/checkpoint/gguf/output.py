@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ligermodels.checkpoint.adapters import row_chunks
 from ligermodels.checkpoint.files import GGUF
 from ligermodels.checkpoint.gguf.reader import FLOATS, GgufFile, package
 from ligermodels.checkpoint.weights import TensorInfo
@@ -40,6 +39,7 @@ _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 BLOCK = 32
 """Values of a row that are quantised together."""
+_CHUNK = 1 << 22  # elements that are quantised at a time, from fp32
 _LARGEST = torch.finfo(torch.float16).max
 _AS_THEY_ARE = ("per_layer_model_proj", "altup", "laurel")
 _VALUES = ("attn_v.weight", "attn_k.weight", "attn_qkv.weight")
@@ -175,8 +175,8 @@ def _encoded(name: str, tensor: OutTensor) -> Iterator[np.ndarray]:
             continue
         gguf = package()
         for matrix in part if part.dim() > 2 else [part]:
-            for rows in row_chunks(matrix):
-                values = matrix[rows].float()
+            for rows in matrix.split(max(1, _CHUNK // matrix.shape[1])):
+                values = rows.float()
                 _check_range(name, values)
                 yield gguf.quantize(values.numpy(), gguf.GGMLQuantizationType[tensor.type]).reshape(-1)
 
