@@ -32,7 +32,7 @@ FILES = {  # content, what the error says; the first word is a recipe. More: tes
     ),
 }
 FLAGS = {  # FILE, FOLDER, LINK and TEMPLATE stand for paths
-    "rows of two tokens": (("--max-length", "2"), "16 of 16 rows have no trained tokens: 0 have none, and 16 are tru"),
+    "rows of two tokens": (("--max-length", "2"), "16 of 16 rows have no trained tokens, of which --max-length 2 trun"),
     "template with an error": (("--chat-template", "TEMPLATE"), "wrong.jinja, line 3: UndefinedError: 'odd' is unde"),
     "out that is a file": (("--output-dir", "FILE"), "is not a writable folder"),
     "out with other files": (("--output-dir", "FOLDER"), "is not empty; give a folder that is new"),

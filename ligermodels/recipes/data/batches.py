@@ -152,32 +152,35 @@ class Counts:
         n = self.numbers
         for outcome in outcomes:
             n.update(outcome.counts)
+        good, dropped = n["rows"] - n["bad"], n["untrained"] + n["cut_away"]
+        is_too_little = dropped > MAX_UNTRAINED * good
+        if self.skip_bad:
+            is_too_little = n["rows"] >= self.total and dropped == good > 0
+        never_stops = n["with_end"] and not n["ends"] and n["rows"] >= min(_ROWS_TO_STOP, self.total)
         for name, text in WARNINGS.items():
             notes = [outcome.notes[name] for outcome in outcomes if name in outcome.notes]
             if notes and name not in self.warned:
                 text = text.format(length=self.length, number=len(notes), rows=len(outcomes))
                 self.warned[name] = lines = "".join(f"\n  {note}" for note in notes[:_SHOWN])
-                if self.warns:
+                if self.warns and not (name == "cut" and (is_too_little or never_stops)):  # the error has the lines
                     warnings.warn(f"{text}:{lines}", stacklevel=2)
-        good, dropped = n["rows"] - n["bad"], n["untrained"] + n["cut_away"]
-        next_step = f"{self.warned.get('cut', '')}\n  Next: raise --max-length, or"
-        is_too_little = dropped > MAX_UNTRAINED * good
-        if self.skip_bad:
-            is_too_little = n["rows"] >= self.total and dropped == good > 0
+        lines = self.warned.get("cut", "")
         if is_too_little:
-            skip = "" if self.skip_bad else "; --skip-bad trains on the others"
+            cut, longer, skip = "", "", "" if self.skip_bad else "; --skip-bad trains on the others"
+            if n["cut_away"]:
+                cut = f", of which --max-length {self.length} truncates {n['cut_away']} before the answer"
+                longer = "raise --max-length, or "
             raise InputError(
-                f"{dropped} of {n['rows']} rows have no trained tokens: {n['untrained']} have none, and "
-                f"{n['cut_away']} are truncated before the answer, at --max-length {self.length}.{next_step} correct "
-                f"the rows{skip}; --dry-run --show 3 shows what is trained"
+                f"{dropped} of {n['rows']} rows have no trained tokens{cut}.{lines}\n  Next: {longer}correct the "
+                f"rows{skip}; --dry-run --show 3 shows what is trained"
             )
         if n["rows"] == n["bad"] >= self.total:
             raise InputError(f"none of the {self.total} rows can be read; without --skip-bad the error names the first")
-        if n["with_end"] and not n["ends"] and n["rows"] >= min(_ROWS_TO_STOP, self.total):
+        if never_stops:
             raise InputError(
                 f"none of {n['with_end']} rows trains a token that stops the model, so it would never stop: rows are "
                 "cut before it, or the chat template ends turns without a trained token that is one of the model's eos "
-                f"tokens.{next_step} give --chat-template FILE"
+                f"tokens.{lines}\n  Next: raise --max-length, or give --chat-template FILE"
             )
 
 
