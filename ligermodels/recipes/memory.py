@@ -27,6 +27,7 @@ from torch import nn
 from ligermodels.layers.base import Layer, not_counted, saved_per_token
 from ligermodels.processes import Processes
 from ligermodels.recipes.options import TrainOptions
+from ligermodels.training import lora
 from ligermodels.training.adamw import EIGHT_BITS_SIZE, in_eight_bits
 from ligermodels.training.lora import ending, stacked_weights
 from ligermodels.training.muon import matrices_of
@@ -121,19 +122,19 @@ def stacked(block: nn.Module) -> list[nn.Parameter]:
 
 
 def adapter_parameters(model: Any, options: TrainOptions) -> int:
-    """The number of parameters that the lora_ options train."""
-    rank, targets, total = options.lora_r, options.lora_target_modules, 0
-    for name, module in model.decoder.layers.named_modules():
-        if isinstance(module, nn.Linear) and (not targets or name.rpartition(".")[2] in targets):
-            total += rank * (module.in_features + module.out_features) + options.use_dora * module.out_features
-    stacked = stacked_weights(model)
-    for name in {name for end in options.lora_target_parameters for name in ending(stacked, end)}:
+    """The number of parameters that the lora_ options train. Raises the InputError of `add_lora` for unknown names."""
+    rank, ends, stacked = options.lora_r, options.lora_target_parameters, stacked_weights(model)
+    if not all(ending(stacked, end) for end in ends):
+        lora._stacked(model, ends, "add_lora")  # raises
+    chosen = lora._targets(model, list(options.lora_target_modules) or "all-linear")
+    saved = lora._named(model, options.lora_modules_to_save, chosen, "add_lora")
+    total = sum(p.numel() for p in {p for module in saved.values() for p in module.parameters()})
+    for module in chosen.values():
+        total += rank * (module.in_features + module.out_features) + options.use_dora * module.out_features
+    for name in {name for end in ends for name in ending(stacked, end)}:
         module, weight = stacked[name]
         number, rows, columns = module.operand(weight).weight.shape
         total += number * rank * (rows + columns)
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in options.lora_modules_to_save:
-            total += count(module)
     return total
 
 

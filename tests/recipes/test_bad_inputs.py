@@ -82,6 +82,26 @@ def test_wrong_flags(home, tmp_path, refused, case):
     assert "--skip-bad row" not in said and ("chats.jsonl:" in said) == case.endswith(("tokens", "an error"))
 
 
+@pytest.mark.parametrize(
+    "flag, name, words",
+    [
+        ("--lora-target-modules", "q_prj", "'q_prj' is not there; targets are linear modules: down_proj, gate_proj"),
+        ("--lora-target-parameters", "experts.up", "target_parameters=['experts.up']; expected a list of names"),
+        ("--lora-modules-to-save", "lm_hed", "modules_to_save names 'lm_hed', which"),
+    ],
+)
+def test_names_of_adapters_are_checked_before_the_plan(home, refused, flag, name, words):
+    said = refused(home, words, "--max-steps", "1", "--lora-r", "4", flag, name, "--dry-run")
+    assert said.startswith("error: add_lora: ")
+
+
+@pytest.mark.filterwarnings("always:rows are cut")
+def test_a_row_without_an_answer_is_named_once(home, write, refused):
+    data = write("a.jsonl", [{"messages": [said("user", "a")]}])
+    text = refused(home, "1 of 1 rows have no trained tokens.\n", data=data)
+    assert text.count("dropped: ") == 1 and "Next: correct the rows" in text
+
+
 def test_a_bad_row_that_would_be_shown_is_named_once(home, write, refused, tmp_path, capsys):
     data, flags = write("a.jsonl", f"{{\n{CHAT}\n"), ("--show", "2", "--max-steps", "1", "--max-length", "32")
     for more in ((), ("--dry-run",)):
