@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.cli.output import say_error
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, did_you_mean
 from ligermodels.recipes.options import nearest
 
 
@@ -55,6 +55,8 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(rest)}; {advice}")
 
     def error(self, message: str) -> NoReturn:
+        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
         say_error(f"{self.format_usage()}{self.prog}: error: {message}")
         self.exit(2)
 
