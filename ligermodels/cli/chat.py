@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 _EPILOG = """\
 Tokens are drawn as MODEL's generation_config.json says; where it says nothing, the likeliest is taken. Options win.
 """
+_CHAT_EPILOG = """\
+Each line is a question, and may be piped: echo "Who are you?" | ligermodels chat MODEL
+The line /reset starts a new conversation, /exit ends; with --image, /image FILE adds one to the next question.
+"""
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -48,13 +52,14 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     drafter("--medusa", metavar="DIR", help="propose tokens by the heads in DIR, which `train medusa` has written")
     drafter("--use-mtp", action="store_true", help="propose tokens by the model's layer for multi-token prediction")
 
-    how: Any = dict(parents=[shared], epilog=_EPILOG)
-    generate = commands.add_parser("generate", help="continue a text", **how)
+    generate = commands.add_parser("generate", help="continue a text", parents=[shared], epilog=_EPILOG)
     generate.add_argument("--prompt", metavar="TEXT", help="the text to continue (stdin)")
     generate.add_argument("--max-new-tokens", type=int, metavar="N", help="(256, less at the end of the context)")
     generate.set_defaults(run=_generate, default_length=256)
 
-    chat = commands.add_parser("chat", help="chat with a model, using its chat template", **how)
+    chat = commands.add_parser(
+        "chat", help="chat with a model, using its chat template", parents=[shared], epilog=_CHAT_EPILOG + _EPILOG
+    )
     chat.add_argument(
         "--system", metavar="TEXT", help="system prompt; begins your first message if there is no such role"
     )
