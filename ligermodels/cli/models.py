@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ligermodels.checkpoint import files, hub
 from ligermodels.cli.arguments import UsageError, dtype, usage_errors
 from ligermodels.cli.output import say
-from ligermodels.errors import CheckpointError, HubError, InputError
+from ligermodels.errors import CheckpointError, HubError, InputError, TokenizerError
 from ligermodels.generation.options import Options
 
 if TYPE_CHECKING:
@@ -101,11 +101,21 @@ def _text_folder(args: argparse.Namespace) -> Iterator[str | Path]:
 
 
 def load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
-    """The tokenizer; called before the model is loaded, so that a wrong one fails before weights are fetched."""
+    """The tokenizer; called before the model is loaded, so that a wrong one fails before weights are fetched.
+
+    Raises TokenizerError; where the model cannot be used either, the error of the model.
+    """
     from ligermodels.text import Tokenizer
 
-    with _text_folder(args) as source:
-        return Tokenizer.from_hub(source, revision=args.revision, local_files_only=args.local_files_only)
+    how: dict[str, Any] = dict(revision=args.revision, local_files_only=args.local_files_only)
+    try:
+        with _text_folder(args) as source:
+            return Tokenizer.from_hub(source, **how)
+    except TokenizerError:
+        from ligermodels.conversion import inspect
+
+        inspect(args.model, allow_pickle=args.allow_pickle, **how)
+        raise
 
 
 def load_processor(args: argparse.Namespace) -> "Processor":

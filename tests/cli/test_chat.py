@@ -101,6 +101,43 @@ def test_wrong_usage_exits_with_2(argv):
     assert stopped.value.code == 2
 
 
+@pytest.mark.parametrize(
+    "argv, near", [(["doctr"], "doctor"), (["train", "stf"], "sft"), (["chat", "x", "--quantize", "in8"], "int8")]
+)
+def test_the_nearest_choice_is_named(argv, near, capsys):
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert capsys.readouterr().err.endswith(f"; did you mean {near!r}?\n")
+
+
+def test_the_help_of_chat_says_what_its_lines_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["chat", "--help"])
+    said = capsys.readouterr().out
+    assert 'echo "Who are you?" | ligermodels chat MODEL' in said and "/reset" in said and "/exit" in said
+
+
+@pytest.mark.parametrize("command", ["generate --prompt x", "chat"])
+def test_the_error_of_a_model_comes_before_that_of_its_tokenizer(command, folder, capsys, tmp_path):
+    """None of these folders has a tokenizer."""
+    config, weights = (folder / name for name in ("config.json", "model.safetensors"))
+    for name in ("empty", "unknown", "cut", "whole"):
+        (tmp_path / name).mkdir()
+        if name != "empty":
+            shutil.copy(config, tmp_path / name)
+            shutil.copy(weights, tmp_path / name)
+    write(tmp_path / "unknown", "config.json", json.loads(config.read_text()) | {"model_type": "mamba9"})
+    (tmp_path / "cut" / weights.name).write_bytes(weights.read_bytes()[:-100])
+    for name, words in (
+        ("empty", "config.json is not there: is this the folder of a checkpoint?"),
+        ("unknown", "model_type 'mamba9'"),
+        ("cut", "is damaged or cut short"),
+        ("whole", "has neither tokenizer.json"),
+    ):
+        status, _, err = run(capsys, *command.split(), tmp_path / name)
+        assert status == 3 and err.startswith("error: ") and words in err, err
+
+
 def test_a_text_without_its_option_is_a_prompt(capsys):
     with pytest.raises(SystemExit):
         main(["generate", "model", "Say it."])
