@@ -225,13 +225,16 @@ def best(
 
     asked: sizes of the mesh's dimensions, by name. Raises InputError if no mesh of these GPUs has them.
     """
-    wanted = asked or {}
-    fitted = [
-        mesh for mesh in meshes(sketch, gpus, hardware) if all(getattr(mesh, name) == n for name, n in wanted.items())
-    ]
+    wanted, every = asked or {}, list(meshes(sketch, gpus, hardware))
+    fitted = [mesh for mesh in every if all(getattr(mesh, name) == size for name, size in wanted.items())]
     if not fitted:
         sizes_asked = ", ".join(f"{name}={size}" for name, size in wanted.items())
-        raise InputError(f"no mesh of {gpus} GPUs for {type(sketch).__name__} has {sizes_asked}; leave one of them out")
+        known = {name: sorted({getattr(mesh, name) for mesh in every}) for name in wanted}
+        alone = "; ".join(f"{name} {', '.join(map(str, sizes))}" for name, sizes in known.items())
+        raise InputError(
+            f"no mesh of {gpus} GPUs for {type(sketch).__name__} has {sizes_asked}: the product of all sizes must be "
+            f"{gpus}, and tp and cp must divide the model's heads. Sizes that fit, each alone: {alone}"
+        )
     steps = [step_on(mesh, sketch, sizes, options, hardware) for mesh in fitted]
     fitting = [step for step in steps if fits(step, hardware)]
     if fitting:

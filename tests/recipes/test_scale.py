@@ -124,7 +124,8 @@ def test_the_command(tmp_path, capsys):
         (("--gpus", "16..8"), "--gpus 16..8: expected numbers"),
         (("--gpus", "8", "--memory", "0"), "--memory 0: expected more than 0"),
         (("--gpus", "8", "--quantize", "nf4"), "quantize=nf4 needs lora_r"),
-        (("--gpus", "8", "--tp", "3"), "no mesh of 8 GPUs for Llama has tp=3"),
+        (("--gpus", "8", "--tp", "3"), "no mesh of 8 GPUs for Llama has tp=3: the product of all sizes must be 8"),
+        (("--gpus", "6", "--tp", "4", "--cp", "2"), "Sizes that fit, each alone: cp 1, 2; tp 1, 2\n"),
     ],
 )
 def test_wrong_options(tmp_path, capsys, flags, says):
