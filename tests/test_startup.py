@@ -69,6 +69,7 @@ WITHOUT_TORCH = {
         "ligermodels train sft HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl --output-dir tuned",
     ),
     **{f"train {recipe} --help": (0, "--batch-tokens") for recipe in RECIPES},
+    **dict.fromkeys(("train sft -h", "train distill -h", "plan -h", "doctor -h"), (0, "GGUF")),
     "train sft model --data x --output-dir y --deepspeed z": (2, "has no option --deepspeed; here torchrun"),
     "train pretrain model --data x --output-dir y --max-steps 1 --num-train-epochs 1": (2, "give one of the two"),
 }

@@ -28,7 +28,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "kernel with its reference on this GPU, in about a minute; the exit status is 1 if one is wrong.",
     )
     doctor.add_argument(
-        "model", metavar="MODEL", nargs="?", help="folder, or repository on the Hub; no weights are read"
+        "model", metavar="MODEL", nargs="?", help="folder, GGUF file, or repository on the Hub; no weights are read"
     )
     doctor.add_argument("--kernels", action="store_true", help="compare every kernel with its reference, on this GPU")
     doctor.set_defaults(run=_doctor)

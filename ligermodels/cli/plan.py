@@ -30,7 +30,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         epilog=_EPILOG,
     )
     option = plan.add_argument
-    option("model", metavar="MODEL", help="folder, or repository on the Hub; no weights are read")
+    option("model", metavar="MODEL", help="folder, GGUF file, or repository on the Hub; no weights are read")
     option("--gpus", required=True, metavar="N", help="numbers of GPUs: 8, or 8,12,16, or 8..1024 for its doublings")
     option("--gpu", choices=("h100", "h200"), default="h200", help="the kind of GPU (h200)")
     option("--max-length", type=int, default=4096, metavar="N", help="tokens of a row (4096)")

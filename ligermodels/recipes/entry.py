@@ -18,8 +18,8 @@ def train(
         folder, metrics = train("sft", model="HuggingFaceTB/SmolLM2-135M-Instruct", data=rows, output_dir="tuned")
 
     recipe: sft, pretrain, dpo, kto, orpo, cpo, simpo, distill, medusa or grpo; or options that are complete.
-    model: repository on the Hub, folder of a checkpoint, or a model of ligermodels in memory. The latter is trained in
-        place, in its dtype, and weights that require no gradient stay frozen.
+    model: repository on the Hub, folder of a checkpoint, GGUF file, or a model of ligermodels in memory. The latter is
+        trained in place, in its dtype, and weights that require no gradient stay frozen.
     data, eval_data: names of files, folders and data sets of the Hub, a list of rows (dicts), or a `datasets.Dataset`.
         Of a DatasetDict, data is the split "train".
     output_dir: a new folder for all that the run writes.

@@ -62,7 +62,7 @@ class TrainOptions:
     compares: ClassVar[bool] = False
     """The loss compares the model with what it was before the run, its reference."""
     # fmt: off
-    model: str = option("", "repository on the Hub, or folder of a checkpoint", required=True, group="model")
+    model: str = option("", "repository on the Hub, folder of a checkpoint, or GGUF file", required=True, group="model")
     output_dir: str = free_option("", "a new folder for all that the run writes", required=True, metavar="DIR")
     text_only: bool = option(False, "train and save the text of a model that reads images, without its vision tower")
     chat_template: str | None = option(

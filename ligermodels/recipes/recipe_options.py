@@ -179,7 +179,7 @@ class DistillOptions(RolloutOptions):
     unsupported = {"tp": "a teacher is sharded by FSDP alone"}  # noqa: RUF012
     # fmt: off
     teacher: str = option(
-        "", "repository on the Hub, or folder, of the model to learn from", required=True, group="loss")
+        "", "repository on the Hub, folder, or GGUF file of the model to learn from", required=True, group="loss")
     loss_type: str = option(
         "jsd", "divergence from the teacher: generalised JSD, total variation of the distributions, or cosine distance "
         "of the logits", choices=DIVERGENCES)
