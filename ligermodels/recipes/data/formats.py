@@ -102,8 +102,9 @@ def detect(rows: Rows) -> tuple[str, str]:
 def format_of(row: Mapping[str, Any]) -> str:
     """The format of a row. Raises InputError where no format has its keys."""
     present = {key for key, value in row.items() if value is not None}
+    is_list = str(row.get("conversation")).lstrip().startswith("[")  # the key of sharegpt, and of plain texts elsewhere
     for name, (keys, _) in FORMATS.items():
-        if present.issuperset(keys) or (name == "sharegpt" and "conversation" in present):
+        if present.issuperset(keys) or (name == "sharegpt" and is_list):
             return name
     null = ", ".join(sorted(map(str, row.keys() - present)))
     null = f" ({null} is null)" if null else ""

@@ -112,6 +112,7 @@ def test_detection_passes_over_bad_rows(write):
     assert detect(rows) == ("text", rows.where(2))
     for bad, message in (
         ({"x": 1}, r"jsonl:1: no format has the keys \['x'\]\. .*alpaca: instruction, output.*keys of the rows$"),
+        ({"conversation": "x", "answer_text": "y"}, r"no format has the keys .* conversation to conversations$"),
         ({"prompts": "a", "message": [], "x": 1}, r"the keys of the rows, message to messages, prompts to prompt$"),
         ({"prompt": "a", "completion": None, "label": None, "x": 1},
          r"jsonl:1: no format has the keys \['prompt', 'x'\] \(completion, label is null\)"),
