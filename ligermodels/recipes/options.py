@@ -243,18 +243,17 @@ class TrainOptions:
 
     def check_resumed(self, before: Mapping[str, Any]) -> list[str]:
         """The options that differ from those `before`. Raises InputError where that would make it another run."""
-        changed = []
-        for name, field in fields_of(self).items():
-            new = getattr(self, name)
-            if (old := before.get(name, new)) == new:
-                continue
-            if field.metadata["fixed_on_resume"]:
-                raise InputError(
-                    f"the run in {self.output_dir} had {name}={shown(old)}, and this has {name}={shown(new)}; resume "
-                    f"with --config {Path(self.output_dir) / 'options.yaml'}, or give another folder"
-                )
-            changed.append(f"{name} {shown(old)} -> {shown(new)}")
-        return changed
+        fields, values = fields_of(self), {name: getattr(self, name) for name in fields_of(self)}
+        differ = {
+            name: (shown(before[name]), shown(new)) for name, new in values.items() if before.get(name, new) != new
+        }
+        if fixed := [name for name in differ if fields[name].metadata["fixed_on_resume"]]:
+            had, has = (", ".join(f"{name}={differ[name][at]}" for name in fixed) for at in (0, 1))
+            raise InputError(
+                f"the run in {self.output_dir} had {had}, and this has {has}; resume with --config "
+                f"{Path(self.output_dir) / 'options.yaml'}, or give another folder"
+            )
+        return [f"{name} {old} -> {new}" for name, (old, new) in differ.items()]
 
 
 _OF_ONE_RUN = ("resume", "dry_run")

@@ -140,7 +140,7 @@ class Trainer:
             say(f"warning: no run in {self.out} to resume; starting a new one")
         source, sketch = models.source_of(options, processes)
         self.source = source
-        self._make_plan(source, sketch)
+        self._make_plan(source, sketch, before)
         processes.from_main(self._show_examples)
         if options.dry_run:
             return False
@@ -156,8 +156,11 @@ class Trainer:
         self._load(source, before)
         return True
 
-    def _make_plan(self, source: Path, sketch: Any) -> None:
-        """Opens the data, completes the options by it and by the free memory, and prints the plan."""
+    def _make_plan(self, source: Path, sketch: Any, before: Mapping[str, Any] | None) -> None:
+        """Opens the data, completes the options by it and by the free memory, and prints the plan.
+
+        before: the options of the run that is resumed.
+        """
         options, processes = self.options, self.processes
         options = models.with_quantization(options, source)
         tokenizer = models.tokenizer_of(options, source, sketch)
@@ -185,6 +188,8 @@ class Trainer:
         free = min(processes.gather(memory.available(processes.device)))
         precision, activations = memory.choose(sizes, options, processes, free)
         options = dataclasses.replace(options, precision=precision, activations=activations)
+        if before is not None:
+            options.check_resumed(before)
         recipe.complete(options)
         self.options, self.recipe, self.data, self.progress = options, recipe, data, Progress(steps)
         plan = report.make_plan(options, processes, type(sketch).__name__, sizes, data, counts, steps)

@@ -151,6 +151,10 @@ def test_a_resume_that_fails_keeps_the_options(home, tmp_path, monkeypatch, caps
     ):
         assert train(home, out, *length, *flags, "--resume", **how) == 3
         assert words in capsys.readouterr().err and (out / "options.yaml").read_text() == before
+    assert train(home, out, "--max-steps", "2", "--lora-r", "4", "--resume") == 3
+    said = capsys.readouterr().err  # all that differ, and no plan
+    assert said.startswith(f"error: the run in {out} had max_length=64, batch_tokens=64, lora_r=0, and this has max_le")
+    assert "lora_r=4; resume with --config" in said and (out / "options.yaml").read_text() == before
     longer = (*length, "--max-steps", "3", "--learning-rate", "0.5", "--resume")
     with monkeypatch.context() as patch, pytest.raises(UnicodeEncodeError):
         patch.setattr(SFTOptions, "dump", lambda options: "\ud800")  # which fails once the file is open
