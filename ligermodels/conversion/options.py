@@ -92,9 +92,10 @@ def check_options(src: str | Path, dst: str | Path | None, options: Options) -> 
         return None, is_gguf
     if not name:
         raise InputError("DST is missing: give the folder or .gguf file to write, or --dry-run to write nothing")
-    if name.endswith((".safetensors", ".bin")):
+    if name.endswith((".safetensors", ".bin", ".ggml", ".pt", ".pth")):
         raise InputError(
-            f"{dst} has the name of a file of weights, and DST is the folder for them and their config.json"
+            f"{dst} has the name of a file of weights, and DST is the folder for them and their config.json, or a GGUF "
+            "file, whose name ends in .gguf"
         )
     target = absolute(name)
     with write_errors(target):

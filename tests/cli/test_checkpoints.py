@@ -89,6 +89,8 @@ def test_convert_and_verify(folder, capsys, tmp_path):
     (["convert", "MODEL", "FILE"], 2, "or of a file that ends in .gguf"),
     (["convert", "MODEL", "OUT", "--name", "x"], 2, "name is for GGUF files"),
     (["convert", "MODEL", "OUT.safetensors"], 2, "has the name of a file of weights, and DST is the folder"),
+    (["convert", "MODEL", "OUT.ggml"], 2, "or a GGUF file, whose name ends in .gguf"),
+    (["convert", "MODEL", "OUT.gguf", "--config", "MODEL"], 2, "--config is for weights without one"),
     (["verify", "MODEL", "EMPTY"], 3, "config.json"),
     (["convert", "FILE", "OUT"], 3, "is a file. Give the folder of a checkpoint"),
     (["inspect", "nowhere/here", "--local-files-only"], 5, "there is none at"),
@@ -100,10 +102,11 @@ def test_the_exit_status_of_a_conversion(argv, code, message, folder, capsys, tm
         "OUT": tmp_path / "out",
         "OUT.gguf": tmp_path / "out.gguf",
         "OUT.safetensors": tmp_path / "out.safetensors",
+        "OUT.ggml": tmp_path / "out.ggml",
         "EMPTY": tmp_path / "empty",
         "FILE": folder / "config.json",
     }
     status, out, err = run(capsys, *(places.get(argument, argument) for argument in argv))
     assert (status, out) == (code, "") and err.startswith("error: ") and message in err, err
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.gguf").exists()
-    assert not (tmp_path / "out.safetensors").exists()
+    assert not (tmp_path / "out.safetensors").exists() and not (tmp_path / "out.ggml").exists()
