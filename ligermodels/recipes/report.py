@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.checkpoint.saving import replacing
@@ -37,11 +39,12 @@ def say(text: str) -> None:
 class Reporter:
     """Writes the metrics of steps and evaluations, on rank 0.
 
-    resumed: the step after which the run continues. evaluated: the step of the last evaluation.
+    resumed: the step after which the run continues. evaluated: the step of the last evaluation. device: of the run.
     """
 
-    def __init__(self, options: TrainOptions, steps: int, resumed: int, evaluated: int):
+    def __init__(self, options: TrainOptions, steps: int, resumed: int, evaluated: int, device: torch.device):
         self.steps, self._first = steps, resumed
+        self._peak = "peak" if device.type == "cuda" else "peak of the process"
         self.file = Path(options.output_dir) / "metrics.jsonl"
         self._start, self._shown = time.perf_counter(), 0.0
         lines = [line for line in self.lines() if line["step"] <= (evaluated if "eval_loss" in line else resumed)]
@@ -69,7 +72,7 @@ class Reporter:
         remaining = round(seconds / (step - self._first) * (self.steps - step))
         return (
             f"step {step}/{self.steps}: loss {values['loss']:.4f}, lr {values['lr']:.2e}, "
-            f"{values['tokens_per_second']:,.0f} tokens/s, peak {values['gib']:.1f} GiB{_shown(values)}, "
+            f"{values['tokens_per_second']:,.0f} tokens/s, {self._peak} {values['gib']:.1f} GiB{_shown(values)}, "
             f"{remaining // 60}:{remaining % 60:02} left"
         )
 

@@ -244,7 +244,7 @@ class Trainer:
             say(f"resumed after step {resumed}" if resumed else f"{self.out} has no checkpoint yet: the run begins")
             if changed:
                 say(f"changed since the run began: {', '.join(changed)}")
-        self.reporter = report.Reporter(options, steps, resumed, self.progress.evaluated)
+        self.reporter = report.Reporter(options, steps, resumed, self.progress.evaluated, processes.device)
         self.stack.callback(self.reporter.close)
 
     def train_step(self) -> BaseException | None:

@@ -189,17 +189,20 @@ def test_the_best_model_is_that_of_the_lowest_evaluation(home, tmp_path):
     assert found["best/model.safetensors"] == expected["model/model.safetensors"] != found["model/model.safetensors"]
 
 
-def test_a_run_that_is_resumed_writes_each_line_once(tmp_path):
+def test_a_run_that_is_resumed_writes_each_line_once(tmp_path, capsys):
     """The checkpoint of step 4 was written before the evaluation after that step, which is therefore made again."""
     options = options_of("sft", output_dir=str(tmp_path), report_to="none")
-    before = report.Reporter(options, 9, 0, -1)
+    before = report.Reporter(options, 9, 0, -1, torch.device("cpu"))
     for step in range(6):
         before.step(step, {"loss": 1.0, "lr": 1.0, "tokens_per_second": 1.0, "gib": 1.0})
         if step % 2 == 0:
             before.evaluation(step, 1.0, {}, better=False, is_cross_entropy=True)
-    after = report.Reporter(options, 9, resumed=4, evaluated=2)
+    after = report.Reporter(options, 9, resumed=4, evaluated=2, device=torch.device("cuda"))
     assert [line["step"] for line in after.lines() if "loss" in line] == [0, 1, 2, 3, 4]
     assert [line["step"] for line in after.lines() if "eval_loss" in line] == [0, 2]
+    assert ", peak of the process 1.0 GiB, " in capsys.readouterr().err
+    after.step(5, {"loss": 1.0, "lr": 1.0, "tokens_per_second": 1.0, "gib": 1.0})
+    assert ", peak 1.0 GiB, " in capsys.readouterr().err
 
 
 LLAMA_8B = dict(
