@@ -1,8 +1,7 @@
 """The command line. Results go to stdout, messages and speeds to stderr.
 
-Exit status: 0 done; 1 `doctor` found something to fix, `demo` failed, or `convert` or `verify` found a mismatch;
-2 wrong options; 3 another error of ligermodels, printed as one message without a traceback; 130 interrupted.
-`inspect`, `convert` and `verify` have more: see `_EPILOG` in checkpoints.py.
+Exit status: 0 done; 1 `doctor` found something to fix, `demo` failed, or `inspect`, `convert` or `verify` found a
+mismatch; 2 wrong options; 3 another error of ligermodels, printed as one message without a traceback; 130 interrupted.
 Each command imports what it needs, so that --help does not import torch.
 """
 
@@ -21,7 +20,7 @@ from ligermodels.checkpoint.files import write_errors
 from ligermodels.cli import bench, chat, checkpoints, doctor, evaluate, plan, train
 from ligermodels.cli.arguments import Parser, UsageError
 from ligermodels.cli.output import say, say_error
-from ligermodels.errors import LigermodelsError, page
+from ligermodels.errors import LigermodelsError, MismatchError, page
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             return status
         except LigermodelsError as error:
             say_error("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
-            return args.status(error) if "status" in args else 2 if isinstance(error, UsageError) else 3
+            return 1 if isinstance(error, MismatchError) else 2 if isinstance(error, UsageError) else 3
         except KeyboardInterrupt as stop:
             say("\n".join(["", *getattr(stop, "__notes__", ())]))
             return 130

@@ -2,15 +2,14 @@
 
 import argparse
 import dataclasses
-import errno
 import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ligermodels.checkpoint.files import readable_size
+from ligermodels.cli.arguments import usage_errors
 from ligermodels.cli.models import check_source
 from ligermodels.cli.output import say
-from ligermodels.errors import HubError, InputError, LigermodelsError, MismatchError
 
 if TYPE_CHECKING:
     from ligermodels.conversion import Inspection, Report
@@ -29,9 +28,7 @@ exit status:
   0    done
   1    the weights do not match their model, or each other after a cast
   2    wrong options
-  3    a source that cannot be used
-  4    no space left
-  5    the Hub, the network or the file system refused
+  3    another error, such as a source that cannot be used, or a Hub that cannot be reached
   130  interrupted"""
 
 
@@ -54,7 +51,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
             epilog=_EPILOG,
             **texts,
         )
-        parser.set_defaults(run=run, status=_status)
+        parser.set_defaults(run=usage_errors()(run))
         return parser
 
     source = "folder, GGUF file, or repository on the Hub"
@@ -172,16 +169,6 @@ def _report(report: "Report", args: argparse.Namespace, done: str) -> None:
 def _text(value: Any) -> str:
     """A detail of a report; of {dtype: count}, also the counts."""
     return ", ".join(f"{name} ({count:,})" for name, count in value.items()) if isinstance(value, dict) else str(value)
-
-
-def _status(error: LigermodelsError) -> int:
-    if isinstance(error, MismatchError):
-        return 1
-    if isinstance(error, InputError):
-        return 2
-    if isinstance(error, HubError):
-        return 4 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 5
-    return 3
 
 
 def _inspect(args: argparse.Namespace) -> int:
