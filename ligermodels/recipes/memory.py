@@ -27,9 +27,8 @@ from torch import nn
 from ligermodels.layers.base import Layer, not_counted, saved_per_token
 from ligermodels.processes import Processes
 from ligermodels.recipes.options import TrainOptions
-from ligermodels.training import lora
 from ligermodels.training.adamw import EIGHT_BITS_SIZE, in_eight_bits
-from ligermodels.training.lora import ending, stacked_weights
+from ligermodels.training.lora import linears_named, modules_named, weights_named
 from ligermodels.training.muon import matrices_of
 
 MARGIN = 0.92
@@ -123,16 +122,13 @@ def stacked(block: nn.Module) -> list[nn.Parameter]:
 
 def adapter_parameters(model: Any, options: TrainOptions) -> int:
     """The number of parameters that the lora_ options train. Raises the InputError of `add_lora` for unknown names."""
-    rank, ends, stacked = options.lora_r, options.lora_target_parameters, stacked_weights(model)
-    if not all(ending(stacked, end) for end in ends):
-        lora._stacked(model, ends, "add_lora")  # raises
-    chosen = lora._targets(model, list(options.lora_target_modules) or "all-linear")
-    saved = lora._named(model, options.lora_modules_to_save, chosen, "add_lora")
+    rank = options.lora_r
+    chosen = linears_named(model, list(options.lora_target_modules) or "all-linear")
+    saved = modules_named(model, options.lora_modules_to_save, chosen, "add_lora")
     total = sum(p.numel() for p in {p for module in saved.values() for p in module.parameters()})
     for module in chosen.values():
         total += rank * (module.in_features + module.out_features) + options.use_dora * module.out_features
-    for name in {name for end in ends for name in ending(stacked, end)}:
-        module, weight = stacked[name]
+    for module, weight in weights_named(model, options.lora_target_parameters, "add_lora").values():
         number, rows, columns = module.operand(weight).weight.shape
         total += number * rank * (rows + columns)
     return total

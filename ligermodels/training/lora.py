@@ -80,11 +80,12 @@ def add_lora(
             f"add_lora: r={r!r}, alpha={alpha!r}, dropout={dropout!r}; expected r >= 1, alpha > 0 and 0 <= dropout < 1"
         )
     _check_free(model, "add_lora")
-    stacked = _stacked(model, target_parameters, "add_lora")
+    stacked = weights_named(model, target_parameters, "add_lora")
+    _check_loaded(stacked, "add_lora")
     if stacked and (dropout or dora):
         raise InputError("add_lora: adapters of target_parameters cannot have dropout or DoRA; leave these out")
-    chosen = _targets(model, targets) if targets or not stacked else {}
-    saved = _named(model, modules_to_save, chosen, "add_lora")
+    chosen = linears_named(model, targets) if targets or not stacked else {}
+    saved = modules_named(model, modules_to_save, chosen, "add_lora")
     _rearranged(model, chosen, stacked, saved, "add_lora")
     for name, module in chosen.items():
         if (reason := why_not_fused(module, *_BASES)) is not None:
@@ -186,7 +187,7 @@ def save_adapter(model: Any, folder: str | Path, *, per_expert: bool = False) ->
     """
     linears = _adapted(model, "save_adapter")
     files.reshard(model)
-    saved = _named(model, getattr(model, _SAVED, ()), (), "save_adapter")
+    saved = modules_named(model, getattr(model, _SAVED, ()), (), "save_adapter")
     experts = _adapted_experts(model)
     parameters = {
         weights.plain_name(name): parameter.detach()
@@ -253,7 +254,7 @@ def load_adapter(
     if not parts and not factors:
         raise CheckpointError(f"{folder} has no adapter: {WEIGHTS} has no lora_A and lora_B")
     names = options.get("modules_to_save") or ()
-    saved = _named(model, names, parts, "load_adapter")
+    saved = modules_named(model, names, parts, "load_adapter")
     places = {f"{name}.{key}": p for name, module in saved.items() for key, p in _own_parameters(module)}
     wanted = {name: tuple(parameter.shape) for name, parameter in places.items()}
     stored = {name: tuple(tensor.shape) for name, tensor in others.items()}
@@ -415,7 +416,7 @@ def stacked_weights(model: Any) -> dict[str, tuple[Adaptable, str]]:
     return {f"{n}.{name}": (m, name) for n, m in owners.items() for name in m.adaptable}
 
 
-def _stacked(
+def weights_named(
     model: Any, ends: Sequence[str], where: str, error: type[Exception] = InputError
 ) -> dict[str, tuple[Adaptable, str]]:
     """Those of target_parameters, matched as PEFT does."""
@@ -426,9 +427,12 @@ def _stacked(
             f"weights of experts or routers, of which {_kind(model)} has {', '.join(list(candidates)[:3]) or 'none'}"
         )
     chosen = {name for end in ends for name in ending(candidates, end)}
-    if any(parameter.is_meta for module, _ in candidates.values() for parameter in module.parameters()):
-        raise error(f"{where}: the experts are on the meta device; load the model first")
     return {name: place for name, place in candidates.items() if name in chosen}
+
+
+def _check_loaded(stacked: Mapping[str, tuple[Adaptable, str]], where: str) -> None:
+    if any(parameter.is_meta for module, _ in stacked.values() for parameter in module.parameters()):
+        raise InputError(f"{where}: the experts are on the meta device; load the model first")
 
 
 def _file_name(name: str, experts: Iterable[str]) -> str:
@@ -478,7 +482,8 @@ def _take_experts(
     everything, linears = stacked_weights(model), [f"{name}.weight" for name in _linears(model)]
     ends = options.get("target_parameters") or ()
     ends = [end for end in ends if ending(everything, end) or not ending(linears, end)]
-    named = _stacked(model, ends, f"{folder}/{CONFIG}", CheckpointError)
+    named = weights_named(model, ends, f"{folder}/{CONFIG}", CheckpointError)
+    _check_loaded(everything, "load_adapter")
     factors = {}
     for key, (module, name) in everything.items():
         experts, rows, columns = module.operand(name).weight.shape
@@ -543,7 +548,7 @@ def _text_prefix(model: Any) -> str:
     return next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
 
 
-def _targets(model: Any, targets: str | Sequence[str]) -> dict[str, Any]:
+def linears_named(model: Any, targets: str | Sequence[str]) -> dict[str, Any]:
     """{name: linear module} of `targets`, in the model's order."""
     prefix = _text_prefix(model)
     linears = _linears(model)
@@ -578,7 +583,7 @@ def ending(names: Iterable[str], end: str) -> list[str]:
     return [name for name in names if name == end or name.endswith(f".{end}")]
 
 
-def _named(model: Any, names: Sequence[str], chosen: Iterable[str], where: str) -> dict[str, Any]:
+def modules_named(model: Any, names: Sequence[str], chosen: Iterable[str], where: str) -> dict[str, Any]:
     """{name: module} of modules_to_save; chosen: what gets an adapter. Raises InputError."""
     if isinstance(names, str):
         raise InputError(f"{where}: modules_to_save={names!r}; expected a list of names of modules")
