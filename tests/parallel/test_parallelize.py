@@ -222,46 +222,22 @@ REFUSALS = [
 ]
 
 
-def started(size, jobs):
-    """A fixture: what each process found in each of these jobs."""
-
-    @pytest.fixture(scope="module")
-    def found(tmp_path_factory):
-        return run(size, tmp_path_factory.mktemp("processes"), jobs)
-
-    return found
-
-
-quick, two, four = started(2, QUICK), started(2, TWO), started(4, FOUR)
-
-
-def assert_small(found, name):
-    limit = MIXED if name.startswith("mixed") else TOLERANCE
-    for rank, errors in enumerate(found[name]):
-        assert errors
-        assert not {what: error for what, error in errors.items() if not error <= limit}, f"rank {rank}"  # NaN too
-
-
 def test_every_family_is_spread():
     spread = {config.get("model_type", family) for family, config in FAMILIES.items()}
     assert ARCHS.keys() == spread | ALIKE.keys()
 
 
-@pytest.mark.parametrize("name", [name for name, _, _ in QUICK])
-def test_is_one_process(quick, name):
-    assert_small(quick, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, _, _ in TWO])
-def test_two_processes_are_one(two, name):
-    assert_small(two, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, _, _ in FOUR])
-def test_four_processes_are_one(four, name):
-    assert_small(four, name)
+@pytest.mark.parametrize("size, jobs", [
+    (2, QUICK), pytest.param(2, TWO, marks=pytest.mark.slow), pytest.param(4, FOUR, marks=pytest.mark.slow),
+], ids=["two, quick", "two", "four"])  # fmt: skip
+def test_processes_are_one(tmp_path, size, jobs):
+    wrong = {}
+    for name, of_ranks in run(size, tmp_path, jobs).items():
+        limit = MIXED if name.startswith("mixed") else TOLERANCE
+        assert all(of_ranks), name
+        for rank, errors in enumerate(of_ranks):  # NaN is wrong too
+            wrong |= {(name, rank, what): error for what, error in errors.items() if not error <= limit}
+    assert not wrong, "\n".join(f"{' '.join(map(str, place))}: {error:.2g}" for place, error in wrong.items())
 
 
 @pytest.mark.slow
