@@ -56,7 +56,7 @@ CPU they are in fp32, where documents that see each other change the norm by 4e-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", default=",".join(CASES), help=f"MODEL:TOKENS, of {', '.join(MODELS)}")
     parser.add_argument("--trained", type=harness.names(*LEARNING_RATES), default=[*LEARNING_RATES], help="full,lora")
-    parser.add_argument("--baselines", default="ligermodels,ligermodels+capture,trl,trl+liger")
+    parser.add_argument("--baselines", default="ligermodels,ligermodels+capture,trl,trl+flex,trl+liger+flex")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds that a run may take")
     parser.add_argument("--scratch", help="where the model and the runs are written, e.g. /dev/shm")
