@@ -22,7 +22,7 @@ class Model:
     attention: the implementation of transformers that computes this model. Gemma 2's is eager, as sdpa has no softcap,
     and so is gpt-oss', as it has no sinks.
     shallow: changes of the config for the parity check, with a layer of each kind. tiny: changes for a dry run.
-    drawn: no checkpoint of the whole model is written, which is too large; see train_step.Drawn.
+    drawn: no checkpoint of the whole model is written unless a baseline reads files alone; see train_step.Drawn.
     parity_length: maximum tokens of the parity check, longer than any window. In fp32, torch's attention with grouped
     heads stores all scores, and eager attention stores them some six times.
     """

@@ -23,10 +23,11 @@ case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`, `ligermodels:bl
 blocks.
 
 Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
-checkpoint, which transformers wrote; one that is too large to write is drawn by each, on the device, from seeds that
-are the names of its tensors. Before it is timed it must agree with transformers in fp32 on a shallow model of the same
-widths: logits, loss and gradient norm. One that does not agree gets no figures; if it is ours, the exit status is 1.
-The steps are on random tokens, the same for all, and loss and gradient norm of the first must agree as well.
+checkpoint, which transformers wrote; a large one that none must read from files is drawn by each, on the device, from
+seeds that are the names of its tensors. Before it is timed it must agree with transformers in fp32 on a shallow model
+of the same widths: logits, loss and gradient norm. One that does not agree gets no figures; if it is ours, the exit
+status is 1. The steps are on random tokens, the same for all, and loss and gradient norm of the first must agree as
+well.
 What is in FP8 may err by FP8_FACTOR times as much.
 "error / bf16's" is the error of the shallow model's logits over that of transformers in bf16. "kept KiB a token": what
 a forward keeps for the backward, where adapters are trained.
@@ -125,6 +126,12 @@ class Baseline:
         return max(self.options & {*ADAPTERS}, default="", key=ADAPTERS.index)  # 4 bits before "lora"
 
     @property
+    def reads_files(self) -> bool:
+        """Whether it loads a checkpoint from files alone."""
+        in_4_bits = self.adapters == "nf4" and not self.ours
+        return self.base == "unsloth" or in_4_bits or bool(self.options & {*FP8})
+
+    @property
     def fp8_factor(self) -> int:
         """How many times the errors of bf16 are allowed."""
         return FP8_FACTOR if self.options & {*FP8, *TORCHAO} else 1
@@ -145,11 +152,7 @@ class Baseline:
         found = cls(base, frozenset(options), recompute, int(blocks) if blocks else None)
         if base == "unsloth" and "offload" in options and recompute != "block":
             raise ValueError(f"{name}: what unsloth offloads is what it recomputes blocks from: unsloth+offload:block")
-        model = MODELS[settings.model]
-        reads = base == "unsloth" or found.options & {*FP8} or (found.adapters == "nf4" and not found.ours)
-        if model.drawn and reads:
-            raise ValueError(f"{name}: {settings.model} is drawn and has no checkpoint, which this reads")
-        if found.adapters == "nf4" and model.config["model_type"] == "gpt_oss":
+        if found.adapters == "nf4" and MODELS[settings.model].config["model_type"] == "gpt_oss":
             raise ValueError(f"{name}: there is no reference of these experts in NF4, whose order is another on disk")
         return found
 
@@ -284,7 +287,7 @@ def build_ours(baseline: Baseline, settings: Settings, folder: Path) -> nn.Modul
 
     adapters: Path | None = adapters_of(folder) if baseline.adapters else None
     in_4_bits = baseline.adapters if baseline.adapters in ("nf4", "mxfp4") else None
-    if is_drawn(settings, folder):
+    if is_drawn(folder):
         model: Any = drawn_ours(settings, in_4_bits)
     else:
         options: dict[str, Any] = {"quantization_config": in_4_bits}
@@ -318,7 +321,7 @@ def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Mod
         )  # fmt: skip
     from transformers import AutoModelForCausalLM
 
-    if is_drawn(settings, folder):
+    if is_drawn(folder):
         model: Any = drawn_theirs(settings, attention).train()
     else:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).train()
@@ -407,9 +410,9 @@ class Drawn:
         return tensor.normal_(0.0, 0.02, generator=generator.manual_seed(zlib.crc32(name.encode())))
 
 
-def is_drawn(settings: Settings, folder: Path) -> bool:
-    """Whether there is no checkpoint in `folder`, and who would read it draws it."""
-    return MODELS[settings.model].drawn and folder.name == "model"
+def is_drawn(folder: Path) -> bool:
+    """Whether there is no checkpoint in `folder`, so that each baseline draws its weights."""
+    return not (folder / "config.json").exists()
 
 
 def drawn_ours(settings: Settings, quantized: str | None = None) -> Any:
@@ -506,11 +509,13 @@ def prepare(settings: Settings) -> None:
     """Writes the checkpoints `model` and `parity`, their adapters if a baseline needs them, and the results of
     transformers in fp32 on `parity`. A `model` that an earlier case wrote is kept."""
     case, folder, device = MODELS[settings.model], Path(settings.folder), settings.device
-    kinds = {Baseline.of(name, settings).adapters for name in settings.baselines}
+    baselines = [Baseline.of(name, settings) for name in settings.baselines]
+    kinds = {baseline.adapters for baseline in baselines}
     wanted = [folder / "model", *([adapters_of(folder / "model")] if any(kinds) else [])]
-    if case.drawn and any(kinds) and not wanted[1].exists():
-        _with_adapters(theirs(settings.model, "meta", torch.bfloat16, settings.config), wanted[1])
-    elif not case.drawn and not all(path.exists() for path in wanted):
+    if case.drawn and not any(baseline.reads_files for baseline in baselines):
+        if any(kinds) and not wanted[1].exists():
+            _with_adapters(theirs(settings.model, "meta", torch.bfloat16, settings.config), wanted[1])
+    elif not all(path.exists() for path in wanted):
         model = theirs(settings.model, device, torch.bfloat16, settings.config)
         _scale_scores(model, 1.0)
         model.save_pretrained(folder / "model", max_shard_size="4GB")  # the host has a copy of one file
