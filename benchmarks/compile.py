@@ -51,6 +51,12 @@ capabilities."""
 TENSOR_MEMORY = 512
 """Columns of data center Blackwell's. With more, Triton 3.9 makes a kernel that only traps, and refuses its launch."""
 REGISTERS_MAY_GROW = 1.1
+LANES = {
+    "experts._decode_mxfp4": (r"\[1, 2\], threadsPerWarp = \[8, 4\]",),
+    "linear._int4_row": (r"\[1, 2\], threadsPerWarp = \[1, 32\]", r"\[2\], threadsPerWarp = \[32\]"),
+}
+"""{file: which elements a lane must have of what its PTX hands to tensor cores, as sizePerThread of a layout}. Triton
+chooses layouts, and PTX of a lane has its own elements alone: with others the numbers would be wrong."""
 
 
 class Variant(NamedTuple):
@@ -131,6 +137,8 @@ def figures(variant: Variant) -> Figures | str:
             compiled = triton.compile(source, target=pretend.target(variant.capability), options=launch.options)
     except Exception as error:  # of the compiler, of any kind
         return f"{type(error).__name__}: {str(error).strip()[-400:]}"
+    if layouts := wrong_layouts(launch.kernel._fn_name, compiled.asm["ttgir"]):
+        return f"hands elements of other lanes to tensor cores: {', '.join(layouts)}"
     columns = getattr(compiled.metadata, "tmem_size", None) or 0
     if columns > TENSOR_MEMORY:
         return f"needs {columns} columns of tensor memory, and a multiprocessor has {TENSOR_MEMORY}"
@@ -139,6 +147,15 @@ def figures(variant: Variant) -> Figures | str:
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log.getvalue())]
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log.getvalue())]
     return Figures(max(registers), sum(spilled), compiled.metadata.shared, compiled.metadata.num_warps)
+
+
+def wrong_layouts(kernel: str, ttgir: str) -> list[str]:
+    """The layouts of operands of mma.sync in inline PTX that are not those of LANES."""
+    known = next((known for file, known in LANES.items() if f".{file}." in kernel), ())
+    layouts = dict(re.findall(r"(#\w+) = #ttg\.(\S+<\{.*?\}>)", ttgir))
+    lines = [line for line in ttgir.splitlines() if "elementwise_inline_asm" in line and "mma.sync" in line]
+    used = {layouts.get(name, name) for line in lines for name in re.findall(r"tensor<[^>]*?, (#[\w.]+)", line)}
+    return sorted(layout for layout in used if not any(re.search(f"sizePerThread = {one}", layout) for one in known))
 
 
 def compiled(todo: list[Variant]) -> Iterator[tuple[Variant, Figures | str]]:

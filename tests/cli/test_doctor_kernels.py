@@ -67,6 +67,7 @@ def test_an_unknown_gpu_is_checked_once(machine, monkeypatch, tmp_path, capsys):
 
 def test_an_unknown_triton_is_checked(machine, monkeypatch, capsys):
     machine.name, machine.capability = "NVIDIA H200", 90
+    monkeypatch.setattr(doctor_kernels, "triton", SimpleNamespace(__version__="3.6.1"))
     doctor_kernels.check_once()
     assert machine.runs == 0
     monkeypatch.setattr(doctor_kernels, "triton", SimpleNamespace(__version__="3.10.0"))
@@ -146,6 +147,7 @@ def test_the_gpu_of_the_record_needs_no_check():
     record = json.loads(GPU_RECORD.read_text())["environment"]
     assert record["device"] in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
     assert _tested.why_untested(90, record["device"], record["triton"]) is None
+    assert "never with 3.60.0" in _tested.why_untested(90, record["device"], "3.60.0")
 
 
 @pytest.mark.gpu

@@ -74,3 +74,20 @@ def test_what_is_worse():
         "['needs 101377 bytes of shared memory, and a program can have 101376']",
         "['does not compile: no registers'] ['has no row in the table']",
     ], done.stderr
+
+
+LANES = """
+from benchmarks import compile as c
+ttgir = "#blocked = #ttg.blocked<{sizePerThread = [1, 2], threadsPerWarp = [LANES], warpsPerCTA = [1, 1]}>\\n" + (
+    '%1 = tt.elementwise_inline_asm "mma.sync" %0 : tensor<8x8xi32, #blocked> -> tensor<8x8xf32, #blocked>')
+for lanes in ("8, 4", "4, 8"):
+    print(c.wrong_layouts("ligermodels.kernels.experts._decode_mxfp4._up_kernel", ttgir.replace("LANES", lanes)))
+print(len(c.wrong_layouts("ligermodels.kernels.linear.linear._kernel", ttgir)))
+"""
+
+
+@of_this_triton
+def test_elements_of_other_lanes_are_refused():
+    done = python("-c", LANES)
+    right, other, unknown = done.stdout.splitlines()
+    assert right == "[]" and "threadsPerWarp = [4, 8]" in other and unknown == "1", done.stderr
