@@ -37,9 +37,13 @@ def one_rank(folder, backend="gloo"):
 def on_ranks(folder, work, size=2, *, attempts=1, seconds=SECONDS):
     """Does `work` on `size` ranks, again if one ends badly; returns how often they were started."""
     for attempt in range(attempts):
-        if not any([child.wait(seconds) for child in fork(folder, work, size)]):
+        statuses = [child.wait(seconds) for child in fork(folder, work, size)]
+        if not any(statuses):
             return attempt + 1
-    raise AssertionError(f"the ranks failed in {attempts} attempts; what they raised is in the captured stderr")
+    raise AssertionError(
+        f"the ranks failed in {attempts} attempts, the last with exit statuses {statuses} (negative: of a signal); "
+        "what they raised is in the captured stderr"
+    )
 
 
 def results_of_ranks(folder, work, size=2, **options):
