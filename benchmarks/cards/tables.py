@@ -138,8 +138,8 @@ def baseline_name(row: Measurement) -> str:
         return _GENERATION.get(row.baseline, row.baseline)
     base, *options = row.baseline.split("+")
     if base in ("ligermodels", "unsloth"):
-        adamw = ["our AdamW in the backward" if "in_backward" in options else "our AdamW"]
-        adamw *= bool({"adamw", "in_backward", "8bit_moments"} & {*options})
+        is_ours = not {"adamw", "in_backward", "8bit_moments"}.isdisjoint(options)
+        adamw = ["our AdamW in the backward" if "in_backward" in options else "our AdamW"] if is_ours else []
         return ", ".join([base, *adamw, *(_OPTIONS[name] for name in options if name in _OPTIONS)])
     known = list(_PEERS)
     options.sort(key=lambda name: known.index(name) if name in known else len(known))
