@@ -12,6 +12,7 @@ does, from a trace of one step. benchmarks.load measures saving and loading on s
 """
 
 import argparse
+import dataclasses
 import faulthandler
 import hashlib
 import os
@@ -28,23 +29,40 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import ligermodels
 from benchmarks import harness
 from benchmarks.harness import Record, Row, covered
-from benchmarks.train_cases import MODELS, changed, theirs
+from benchmarks.train_cases import MODELS, Model, changed, theirs
 from ligermodels.checkpoint import weights
 from ligermodels.parallel import make_mesh
 from ligermodels.training import AdamW
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "1B": MODELS["llama-3.2-1b"].config,
-    "8B": MODELS["llama-3.1-8b"].config,
-    "70B": MODELS["llama-3.1-70b"].config,
-    "half 70B": changed(MODELS["llama-3.1-70b"].config, {"num_hidden_layers": 40}),
-    "30B-A3B": MODELS["qwen3-30b-a3b"].config,
-    "6 layers of 30B-A3B": MODELS["qwen3-30b-a3b-6-layers"].config,
+
+def _layers(name: str, layers: int) -> Model:
+    """The first layers of a model."""
+    model = MODELS[name]
+    changes: dict[str, Any] = {"num_hidden_layers": layers}
+    if "layer_types" in model.config:
+        changes["layer_types"] = model.config["layer_types"][:layers]
+    return dataclasses.replace(model, config=changed(model.config, changes))
+
+
+NAMES = {
+    "1B": MODELS["llama-3.2-1b"],
+    "8B": MODELS["llama-3.1-8b"],
+    "70B": MODELS["llama-3.1-70b"],
+    "half 70B": _layers("llama-3.1-70b", 40),
+    "30B-A3B": MODELS["qwen3-30b-a3b"],
+    "6 layers of 30B-A3B": MODELS["qwen3-30b-a3b-6-layers"],
+    "gpt-oss-20b": MODELS["gpt-oss-20b"],
+    "Gemma-4-31B": MODELS["gemma-4-31b"],
+    "Qwen3-8B": MODELS["qwen3-8b"],
+    "9 layers of Qwen3-8B": _layers("qwen3-8b", 9),
+    "Qwen3.5-9B": MODELS["qwen3.5-9b"],
+    "8 layers of Qwen3.5-9B": _layers("qwen3.5-9b", 8),
 }
 EXACT = dict(weights="bf16 with masters")
 BF16 = dict(weights="bf16", steps=3)
 WHOLE = dict(reshard=False)
 OFFLOADED = {"recompute": "mlp", "offload": True}
+FP8 = "rowwise", "tensorwise"
 LONG = dict(batch=1, mesh="cp", weights="bf16", recompute="block")
 CASES: dict[str, dict[str, Any]] = {
     "8B 4 x 4096": dict(batch=4, seq=4096),
@@ -54,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8B 4 x 4096, bf16 with masters, whole": dict(batch=4, seq=4096, **EXACT, **WHOLE),
     "8B 4 x 4096, bf16, whole": dict(batch=4, seq=4096, **BF16, **WHOLE),
     "8B 4 x 4096, bf16, one GPU": dict(batch=4, seq=4096, alone=True, **BF16),
+    **{f"8B 4 x 4096, {kind}, whole": dict(batch=4, seq=4096, fp8=kind, **BF16, **WHOLE) for kind in FP8},
     "8B 4 x 4096, bf16, mlp, whole": dict(batch=4, seq=4096, recompute="mlp", **BF16, **WHOLE),
     "8B 4 x 4096, bf16, mlp, one GPU": dict(batch=4, seq=4096, recompute="mlp", alone=True, **BF16),
     "8B 2 x 4096": dict(batch=2, seq=4096, peer=True),
@@ -71,13 +90,25 @@ CASES: dict[str, dict[str, Any]] = {
     "6 layers of 30B-A3B 4 x 4096": dict(batch=4, seq=4096, **BF16),
     "6 layers of 30B-A3B 4 x 4096, whole": dict(batch=4, seq=4096, **BF16, **WHOLE),
     "6 layers of 30B-A3B 4 x 4096, one GPU": dict(batch=4, seq=4096, alone=True, **BF16),
+    "gpt-oss-20b 4 x 4096, block": dict(batch=4, seq=4096, recompute="block", **BF16),
+    "Gemma-4-31B 4 x 4096, block": dict(batch=4, seq=4096, recompute="block", **BF16),
+    **{
+        f"{model} 1 x {n}, cp": dict(seq=n, steps=1 + (n < 2**17), **LONG)
+        for name, layers in (("Qwen3-8B", 9), ("Qwen3.5-9B", 8))
+        for model, lengths in (
+            (name, (65536, 131072, 262144, 524288)),
+            (f"{layers} layers of {name}", (262144, 524288, 1048576)),
+        )
+        for n in lengths
+    },
 }
 """Name, which begins with the model's -> how it runs.
 
 weights: "fp32", the default, with torch's fused AdamW; "bf16 with masters", exact fp32 weights and fp32 moments in our
 AdamW; "bf16", with our AdamW, which steps in the backward (the peer's are torch's AdamW, and after the backward).
-reshard=False: blocks stay whole between forward and backward. alone: each rank for itself. mesh: the dimension that all
-GPUs form. steps=1: one, after a warm-up on its first 8,192 tokens, no trace. peer: transformers with Liger runs too.
+fp8: the recipe. reshard=False: blocks stay whole between forward and backward. alone: each rank for itself. mesh: the
+dimension that all GPUs form. steps=1: one, after a warm-up on its first 8,192 tokens, no trace. peer: transformers with
+Liger runs too.
 """
 TOLERANCE = 2e-3  # of loss and gradient norm: bf16 forwards of the same weights, which round in other places
 
@@ -136,9 +167,11 @@ def work(job: dict[str, Any]) -> Row:
     for name in job["cases"]:
         faulthandler.dump_traceback_later(job["timeout"], exit=True)
         case = dict(CASES[name])
-        config = next(config for model, config in CONFIGS.items() if name.startswith(f"{model} "))
+        model = next(model for prefix, model in NAMES.items() if name.startswith(f"{prefix} "))
+        config = model.config
         if job["dry"]:
-            config = changed(config, {**MODELS["llama-3.2-1b"].tiny, "num_key_value_heads": 4})
+            config = changed(config, {**model.tiny, "num_key_value_heads": 4})
+            case.pop("fp8", None)  # needs a GPU
             case |= dict(batch=2, seq=32, steps=min(case.get("steps", 2), 2))
         try:
             row = _train(config, job, device, **case)
@@ -161,12 +194,12 @@ def work(job: dict[str, Any]) -> Row:
 def _train(
     config: dict[str, Any], job: dict[str, Any], device: str, *, batch: int, seq: int, mesh: str = "dp_shard",
     weights: str = "fp32", recompute: Any = "none", reshard: bool = True, alone: bool = False, steps: int = 5,
-    peer: bool = False,
+    peer: bool = False, fp8: str | None = None,
 ) -> Row:  # fmt: skip
     gpus = dist.get_world_size()
     dtype, is_ours = torch.float32 if weights == "fp32" else torch.bfloat16, job["side"] == "ligermodels"
     if is_ours:
-        model, group = _ours(config, dtype, device, mesh, recompute, reshard, alone)
+        model, group = _ours(config, dtype, device, mesh, recompute, reshard, alone, fp8)
     else:
         model, group = _liger(config, dtype, device, recompute), dist.get_rank()
     _fill(model.train())
@@ -211,8 +244,9 @@ def _train(
 
 
 def _ours(
-    config: dict[str, Any], dtype: torch.dtype, device: str, mesh: str, recompute: Any, reshard: bool, alone: bool
-) -> tuple[Any, int]:
+    config: dict[str, Any], dtype: torch.dtype, device: str, mesh: str, recompute: Any, reshard: bool, alone: bool,
+    fp8: str | None,
+) -> tuple[Any, int]:  # fmt: skip
     """(the model, the number of its batch)."""
     arch = ligermodels.ARCHS[config["model_type"]]
     if alone:
@@ -223,7 +257,7 @@ def _ours(
         config,
         dtype=dtype,
         mesh=whole,
-        parallel=dict(param_dtype=torch.bfloat16, reshard_after_forward=reshard),
+        parallel=dict(param_dtype=torch.bfloat16, reshard_after_forward=reshard, fp8=fp8),
         activation_checkpointing=recompute,
         seed=0,
     )

@@ -123,6 +123,11 @@ _QWEN2_1_5B = dict(
     max_position_embeddings=131072, max_window_layers=28, sliding_window=131072, use_sliding_window=False,
     tie_word_embeddings=True, bos_token_id=151643, eos_token_id=151643,
 )  # fmt: skip
+_QWEN3_8B = dict(
+    model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6, hidden_act="silu", rope_theta=1e6,
+    max_position_embeddings=40960, tie_word_embeddings=False, bos_token_id=151643, eos_token_id=151645,
+)  # fmt: skip
 _PHI_3_MINI = dict(
     model_type="phi3", vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32,
     num_attention_heads=32, num_key_value_heads=32, rms_norm_eps=1e-5, hidden_act="silu", rope_theta=1e4,
@@ -221,6 +226,7 @@ MODELS: dict[str, Model] = {
         _GEMMA_2_2B, "eager", tiny={**_TINY, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},
     ),
     "qwen2-1.5b": Model(_QWEN2_1_5B, tiny=_TINY),
+    "qwen3-8b": Model(_QWEN3_8B, tiny={**_TINY, "head_dim": 16}),
     "phi-3-mini": Model(_PHI_3_MINI, tiny={**_TINY, "sliding_window": 24}),
     "qwen3-30b-a3b": Model(_QWEN3_30B_A3B, drawn=True, **_MIXTURE),
     **{
@@ -304,7 +310,7 @@ CASES: dict[str, Case] = {
             steps=5,
         )
         for n in (2, 6)
-        for kind, bases in (("", ("ligermodels", "hf", "hf+liger")), ("-lora", ("ligermodels", "hf")))
+        for kind, bases in (("", ("ligermodels", "hf", "hf+liger")), ("-lora", ("ligermodels", "hf", "unsloth")))
     },
     "qwen3-30b-a3b-lora": Case(
         "qwen3-30b-a3b", 4, 4096, "block", tuple(f"ligermodels+lora:{policy}" for policy in ("none", "mlp", "block")),
@@ -321,9 +327,10 @@ CASES: dict[str, Case] = {
     **{
         f"gemma-4-31b{layers}-lora{name}": Case(
             f"gemma-4-31b{layers}{'-layers' if layers else ''}", *shape, "block",
-            ("ligermodels+lora", "hf+lora", "hf+liger+lora", "hf+flex+liger+lora"), steps=3,
+            ("ligermodels+lora", "hf+lora", "hf+liger+lora", "hf+flex+liger+lora", *unsloth),
+            steps=3,
         )
-        for layers in ("", "-6", "-12")
+        for layers, unsloth in (("", ()), ("-6", ("unsloth+lora",)), ("-12", ("unsloth+lora",)))
         for name, shape in _SHAPES.items()
     },
     "gpt-oss-20b-lora": Case(

@@ -28,6 +28,7 @@ import importlib
 import importlib.util
 import io
 import json
+import os
 import random
 import statistics
 import sys
@@ -102,7 +103,8 @@ def runs(
     for baseline in baselines:
         job = {"baseline": baseline, "trained": trained, "folder": folder, "tokens": tokens, "steps": options.steps,
                "device": options.device}  # fmt: skip
-        variables = {"CUDA_VISIBLE_DEVICES": "0" if options.device == "cuda" else "", "HF_HUB_OFFLINE": "1"}
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if options.device == "cuda" else ""
+        variables = {"CUDA_VISIBLE_DEVICES": gpu, "HF_HUB_OFFLINE": "1"}
         found = harness.spawn("train_command", job, options.timeout, **variables)
         row = {"model": model, "tokens a forward": tokens, "trained": trained, "baseline": baseline, **found}
         rows.append(row)
