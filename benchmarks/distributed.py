@@ -12,10 +12,10 @@ does, from a trace of one step. benchmarks.load measures saving and loading on s
 """
 
 import argparse
-import dataclasses
 import faulthandler
 import hashlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -34,30 +34,21 @@ from ligermodels.checkpoint import weights
 from ligermodels.parallel import make_mesh
 from ligermodels.training import AdamW
 
-
-def _layers(name: str, layers: int) -> Model:
-    """The first layers of a model."""
-    model = MODELS[name]
-    changes: dict[str, Any] = {"num_hidden_layers": layers}
-    if "layer_types" in model.config:
-        changes["layer_types"] = model.config["layer_types"][:layers]
-    return dataclasses.replace(model, config=changed(model.config, changes))
-
-
 NAMES = {
-    "1B": MODELS["llama-3.2-1b"],
-    "8B": MODELS["llama-3.1-8b"],
-    "70B": MODELS["llama-3.1-70b"],
-    "half 70B": _layers("llama-3.1-70b", 40),
-    "30B-A3B": MODELS["qwen3-30b-a3b"],
-    "6 layers of 30B-A3B": MODELS["qwen3-30b-a3b-6-layers"],
-    "gpt-oss-20b": MODELS["gpt-oss-20b"],
-    "Gemma-4-31B": MODELS["gemma-4-31b"],
-    "Qwen3-8B": MODELS["qwen3-8b"],
-    "9 layers of Qwen3-8B": _layers("qwen3-8b", 9),
-    "Qwen3.5-9B": MODELS["qwen3.5-9b"],
-    "8 layers of Qwen3.5-9B": _layers("qwen3.5-9b", 8),
+    "1B": "llama-3.2-1b",
+    "8B": "llama-3.1-8b",
+    "70B": "llama-3.1-70b",
+    "half 70B": "llama-3.1-70b-40-layers",
+    "30B-A3B": "qwen3-30b-a3b",
+    "6 layers of 30B-A3B": "qwen3-30b-a3b-6-layers",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "Gemma-4-31B": "gemma-4-31b",
+    "Qwen3-8B": "qwen3-8b",
+    "9 layers of Qwen3-8B": "qwen3-8b-9-layers",
+    "Qwen3.5-9B": "qwen3.5-9b",
+    "8 layers of Qwen3.5-9B": "qwen3.5-9b-8-layers",
 }
+"""What the names of cases begin with -> the model, or its first layers."""
 EXACT = dict(weights="bf16 with masters")
 BF16 = dict(weights="bf16", steps=3)
 WHOLE = dict(reshard=False)
@@ -72,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8B 4 x 4096, bf16 with masters, whole": dict(batch=4, seq=4096, **EXACT, **WHOLE),
     "8B 4 x 4096, bf16, whole": dict(batch=4, seq=4096, **BF16, **WHOLE),
     "8B 4 x 4096, bf16, one GPU": dict(batch=4, seq=4096, alone=True, **BF16),
-    **{f"8B 4 x 4096, {kind}, whole": dict(batch=4, seq=4096, fp8=kind, **BF16, **WHOLE) for kind in FP8},
+    **{f"8B 4 x 4096, bf16, {kind}, whole": dict(batch=4, seq=4096, fp8=kind, **BF16, **WHOLE) for kind in FP8},
     "8B 4 x 4096, bf16, mlp, whole": dict(batch=4, seq=4096, recompute="mlp", **BF16, **WHOLE),
     "8B 4 x 4096, bf16, mlp, one GPU": dict(batch=4, seq=4096, recompute="mlp", alone=True, **BF16),
     "8B 2 x 4096": dict(batch=2, seq=4096, peer=True),
@@ -167,8 +158,7 @@ def work(job: dict[str, Any]) -> Row:
     for name in job["cases"]:
         faulthandler.dump_traceback_later(job["timeout"], exit=True)
         case = dict(CASES[name])
-        model = next(model for prefix, model in NAMES.items() if name.startswith(f"{prefix} "))
-        config = model.config
+        model, config = model_of(next(known for prefix, known in NAMES.items() if name.startswith(f"{prefix} ")))
         if job["dry"]:
             config = changed(config, {**model.tiny, "num_key_value_heads": 4})
             case.pop("fp8", None)  # needs a GPU
@@ -189,6 +179,18 @@ def work(job: dict[str, Any]) -> Row:
     faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
     return {}
+
+
+def model_of(name: str) -> tuple[Model, dict[str, Any]]:
+    """(a model of NAMES, its config.json)."""
+    whole, layers = re.fullmatch(r"(.*?)(?:-(\d+)-layers)?", name).groups()  # type: ignore[union-attr]
+    model = MODELS[whole]
+    if layers is None:
+        return model, model.config
+    changes: dict[str, Any] = {"num_hidden_layers": int(layers)}
+    if "layer_types" in model.config:
+        changes["layer_types"] = model.config["layer_types"][: int(layers)]
+    return model, changed(model.config, changes)
 
 
 def _train(

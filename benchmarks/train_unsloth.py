@@ -76,7 +76,8 @@ def load(
         model = unsloth.FastLanguageModel.get_peft_model(
             model, r=options["r"], lora_alpha=options["lora_alpha"], lora_dropout=0, bias="none",
             target_modules=sorted({name.rpartition(".")[2] for name in options["target_modules"]}),
-            target_parameters=options["target_parameters"], use_gradient_checkpointing=checkpointing,
+            target_parameters=options["target_parameters"], rank_pattern=options["rank_pattern"],
+            alpha_pattern=options["alpha_pattern"], use_gradient_checkpointing=checkpointing,
         )  # fmt: skip
         fill_adapters(model, adapters)
     unsloth.FastLanguageModel.for_training(model, use_gradient_checkpointing=checkpointing)

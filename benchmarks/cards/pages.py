@@ -255,8 +255,7 @@ def _cells(row: Measurement, one: Comparison) -> list[str]:
         "rollout": [shape(row), name, figure("step s"), figure("rollout s"), peak, ratio],
         "load": [shape(row), name, figure("s"), figure("GB/s"), ratio],
     }[row.kind]  # fmt: skip
-    date = row.record.date[:10]
-    return [*cells, row.device, row.commit, date, f"[{row.record.name}](#{anchor(row.record)})"]
+    return [*cells, row.device, row.commit, row.date[:10], f"[{row.record.name}](#{anchor(row.record)})"]
 
 
 def anchor(record: Record) -> str:

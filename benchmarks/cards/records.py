@@ -21,9 +21,6 @@ OTHER_FORMS = ("ablations", "decode-experts", "decode-qwen3.5-step", "fp8", "gpu
 """What the names of records begin with that have no measurements of models, or none with a baseline's name."""
 FAMILY_OF = {"smollm2": "llama"}
 """First part of a model's name -> its model_type, for models that benchmarks/train_cases.py does not have."""
-SIZES = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "half 70B": "llama-3.1-70b-40-layers",
-         "30B-A3B": "qwen3-30b-a3b", "6 layers of 30B-A3B": "qwen3-30b-a3b-6-layers"}  # fmt: skip
-"""Names that benchmarks/distributed.py has for models."""
 RECOMPUTED = ("none", "mlp", "block")
 """In the order of tables."""
 LOWER_IS_BETTER = ("peak GiB", "s", "step s", "first token ms")
@@ -51,7 +48,7 @@ class Record:
         if stated := re.search(r"--gpus (\d+)", self.environment.get("command") or ""):
             return int(stated[1])
         named = re.search(r"-(\d+)x", self.name)
-        return self.contents.get("gpus") or self.contents.get("ranks") or (int(named[1]) if named else 1)
+        return self.contents.get("gpus") or (int(named[1]) if named else 1)
 
     @property
     def versions(self) -> str:
@@ -80,6 +77,7 @@ class Measurement:
     note: str = ""
     record: Record = field(hash=False)
     commit: str
+    date: str
 
     @property
     def is_ours(self) -> bool:
@@ -153,11 +151,12 @@ def _rows(record: Record) -> Iterator[Measurement]:
 
 def _measurement(record: Record, title: str, row: Mapping[str, Any]) -> Measurement | None:
     common: dict[str, Any] = {
-        "record": record, "commit": row.get("commit") or record.environment["commit"], "note": row.get("note", ""),
+        "record": record, "commit": row.get("commit") or record.environment["commit"],
+        "date": row.get("date") or record.date, "note": row.get("note", ""),
     }  # fmt: skip
     figures = {
         "tokens/s": _first(row, "tokens/s", "tokens_per_s", "tokens/s a GPU"),
-        "peak GiB": _first(row, "peak GiB", "peak_gib", "gib"),
+        "peak GiB": _first(row, "peak GiB", "peak_gib"),
     }
     if "side" in row:
         return _of_several_gpus(row, figures, common)
@@ -238,20 +237,18 @@ def _trained(options: set[str]) -> str:
 def _of_several_gpus(row: Mapping[str, Any], figures: dict[str, Any], common: dict[str, Any]) -> Measurement | None:
     if "save_s" in row:
         return None
-    size, shape, rest = re.fullmatch(r"(.*?B) (\d+ x \d+)(?:, (.*))?", row["case"]).groups()  # type: ignore[union-attr]
-    options = (rest or "").replace("tp 2", "tp").replace("cp 2", "cp").split(", ")
-    known = distributed.CASES.get(row["case"].replace(" 2", "") if rest in ("tp 2", "cp 2") else row["case"], {})
-    policy = known.get("recompute", "none")
+    name, shape, rest = re.fullmatch(r"(.+?) (\d+ x \d+)(?:, (.*))?", row["case"]).groups()  # type: ignore[union-attr]
+    known = distributed.CASES.get(row["case"], {})
+    policy, fp8 = known.get("recompute", "none"), known.get("fp8")
+    options = (rest or "").split(", ")
     recompute = next(
-        (name for name in options if name.startswith(RECOMPUTED)), policy if isinstance(policy, str) else "none"
+        (option for option in options if option.startswith(RECOMPUTED)), policy if isinstance(policy, str) else "none"
     )
-    case = ", ".join([shape, *(name for name in options if name and name != recompute)])
-    if "tokens_per_s" in row:
-        figures = {**figures, "tokens/s": row["tokens_per_s"]}
-    baseline = {"ours": "ligermodels", "liger": "hf+liger"}.get(row["side"], row["side"])
-    common = {**common, "note": row.get("note") or row.get("error", "")}
-    return _made(kind="gpus", model=SIZES[size], case=case, trained="full", baseline=baseline, recompute=recompute,
-                 figures=figures, **common)  # fmt: skip
+    case = ", ".join([shape, *(option for option in options if option and option not in (recompute, fp8))])
+    return _made(
+        kind="gpus", model=distributed.NAMES[name], case=case, trained=_trained({fp8}), recompute=recompute,
+        baseline=f"{row['side']}+{fp8}" if fp8 else row["side"], figures=figures, **common,
+    )  # fmt: skip
 
 
 def _made(*, figures: Mapping[str, float | None], **values: Any) -> Measurement:
