@@ -21,9 +21,10 @@ HEADLINES = (
     ("train", "gemma-2-2b", "4 x 4096", "full", "block", "H200"),
     ("train", "qwen3.5-9b", "4 x 4096", "full", "block", "H200"),
     ("train", "gemma-4-e4b", "4 x 4096", "full", "block", "H200"),
-    ("train", "qwen3-30b-a3b-2-layers", "4 x 4096", "lora", "none", "H200"),
+    ("train", "gemma-4-31b", "4 x 4096", "lora", "block", "H200"),
+    ("train", "qwen3-30b-a3b-6-layers", "4 x 4096", "lora", "none", "H200"),
     ("train", "gpt-oss-20b", "4 x 4096", "lora", "block", "H200"),
-    ("train", "llama-3.1-8b", "4 x 4096", "lora", "block", "H200"),
+    ("train", "llama-3.1-8b", "4 x 4096", "lora", "none", "H200"),
     ("command", "llama-3.2-1b", "16,384 tokens a forward", "full", "none", "H200"),
     ("gpus", "llama-3.1-8b", "2 x 4096", "full", "none", "2 x H200"),
     ("decode", "llama-3.2-1b", "1x128+256", "bf16", "", "H200"),
@@ -274,6 +275,9 @@ def _records(used: Iterable[Record], up: str) -> str:
         device = env["device"] + (f", {env['driver and power limit']}" if env.get("driver and power limit") else "")
         lines = [f"### {record.name}", wrap(f"{link(record, up, record.name + '.json')}: {device}; {known}; commit "
                  f"{env['commit']}, {record.date[:10]}.")]  # fmt: skip
+        tables_of_rows = (rows for rows in record.contents.values() if isinstance(rows, list))
+        if versions := {row["versions"] for rows in tables_of_rows for row in rows if "versions" in row}:
+            lines.append(f"The rows of unsloth ran with {'; '.join(sorted(versions))}.")
         if env.get("command"):
             lines.append(f"    {env['command']}")
         if record.contents.get("note"):
@@ -355,7 +359,8 @@ NOTES = {
 MFU: the FLOPs that a step needs (recomputation does not count) over those of the GPU's peak in bf16, {peak:.0f}
 TFLOP/s dense, of dense models whose layers attend to all tokens. The peers use torch's fused AdamW, ours its own where
 a card says so: in the backward it needs no memory for gradients. Gemma 2 runs on eager attention in transformers, since
-sdpa has no softcap. LoRA has rank 16 on all projections; PEFT runs as TRL runs it.
+sdpa has no softcap. LoRA has rank 16 on all projections; PEFT runs as TRL runs it. Steps of QLoRA over 1 x 2048 tokens
+wait for the host, and their two rows are from different hosts.
 """,
     "command": """
 `ligermodels train sft` beside TRL's SFTTrainer with packing, on rows of 200 tokens on average. TRL's model attended by
@@ -367,8 +372,10 @@ The longest sequence of one row that trains in the given memory. A peak far belo
 the longest length that it tried.
 """,
     "gpus": """
-Tokens/s and peak GiB of each GPU. "Not resharded": FSDP2 keeps the blocks whole from the forward to the backward.
-[distributed.md](distributed.md#measured) has communication times and says more.
+Tokens/s and peak GiB of each GPU. "Not resharded": FSDP2 keeps the blocks whole from the forward to the backward. The
+8B under FSDP2 has weights in fp32 and torch's AdamW unless a row says bf16. All else has weights in bf16 and our AdamW,
+in the backward where there are no masters. [distributed.md](distributed.md#measured) has communication times and says
+more.
 """,
     "decode": """
 Greedy, tokens/s of all rows together. Ours runs as a CUDA graph, as `generate` and `chat` do. "of the limit": of the
