@@ -319,8 +319,10 @@ def routes() -> None:
 
 def experts(
     rows: int, hidden: int = 2048, inner: int = 768, count: int = 128, top_k: int = 8, dtype: torch.dtype = BF16,
-    *, bias: bool = False, rank: int = 0, activation: Activation = "silu",
+    *, bias: bool = False, rank: int = 0, activation: Activation = "silu", total: int | None = None,
 ) -> None:  # fmt: skip
+    """total: the experts are the last of this number, and a token has one row."""
+
     def operand(columns: int, width: int) -> LinearOperand:
         adapter = None
         if rank:
@@ -331,7 +333,10 @@ def experts(
     chosen = frozen(rows, top_k, dtype=INT32)
     weights = new(rows, top_k, dtype=FP32)
     layers = operand(2 * inner, hidden), operand(hidden, inner)
-    backward(experts_of(new(rows, hidden, dtype=dtype), weights, chosen, *layers, activation=activation))
+    part: Any = {} if total is None else dict(first_expert=total - count, total_experts=total)
+    with mock.patch.object(torch.Tensor, "item", lambda x: rows):
+        y = experts_of(new(rows, hidden, dtype=dtype), weights, chosen, *layers, activation=activation, **part)
+    backward(y)
 
 
 def decoded_experts(rows: int, dtype: torch.dtype = BF16) -> None:
@@ -452,6 +457,8 @@ CASES: dict[str, Callable[[], None]] = {
         for few_bits in (False, True) for rows in (1, 12, 64)
     },
     "experts of gpt-oss mxfp4, by tl.dot_scaled": lambda: decoded_experts_of_gpt_oss(12, few_bits=True, gap=4),
+    "experts of a rank": lambda: experts(4096, count=16, total=128),
+    "experts of a rank, one": lambda: experts(4096, count=1, top_k=2, total=8, bias=True, activation=CLAMPED),
     "experts fp32": lambda: experts(1024, dtype=FP32),
     "experts LoRA": lambda: experts(4096, rank=16),
     "experts, one token": lambda: decoded_experts(1),

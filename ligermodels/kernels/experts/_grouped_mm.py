@@ -219,7 +219,7 @@ def _rows(
     large = large and is_datacenter(a.device.index) and _aligned(a, matrix)
     tma, many = large and _is_hopper(a), top_k and not by_rows and n_rows >= _MANY_ROWS * n_experts
     if large and plain and n % 8 == 0 and _has_cutlass(a) and (many or not tma):
-        return F.grouped_mm(dispatch(a, order.rows, top_k) if top_k else a, b, offs=order.offsets[1:])
+        return F.grouped_mm(dispatch(a, order, top_k) if top_k else a, b, offs=order.offsets[1:])
     options, a_tma, b_tma = _options(a, n), None, None
     tiles = (order.tiles.shape[0] - 1) * cdiv(n, options["BLOCK_N"])
     if tma:
@@ -244,7 +244,7 @@ def _outer(a: Tensor, b: Tensor, order: Order, top_k: int, transposed: bool, dty
     n_experts, m, n = order.offsets.shape[0] - 1, a.shape[1], b.shape[1]
     a = last_dim_contiguous(a)
     if min(m, n) >= 64 and m % 8 == n % 8 == 0 and dtype == a.dtype and _has_cutlass(a) and _aligned(a, b) and len(b):
-        a = dispatch(a, order.rows, top_k) if top_k else a
+        a = dispatch(a, order, top_k) if top_k else a
         a, b = (b, a) if transposed else (a, b)
         return F.grouped_mm(a.t(), b, offs=order.offsets[1:])
     c = torch.empty((n_experts, n, m) if transposed else (n_experts, m, n), dtype=dtype, device=a.device)

@@ -7,7 +7,7 @@ An operand is a dense weight, or one in few bits, with or without a bias, and wi
 
 Shapes, as in the suffixes of names: T tokens, K experts of each token, R = T K rows (sorted by expert), E experts, H
 hidden size, I inner size, G = 2 I, or I without a gate; M and N are any sizes, r is the rank of an adapter. The layers
-`first` and `last` are gate_up and down.
+`first` and `last` are gate_up and down. A part of the experts has R <= T K rows.
 
 What differs from a loop over experts:
 - A counting sort of two small kernels sorts the rows by expert, in token order; each grouped matmul runs over all
@@ -21,6 +21,9 @@ What differs from a loop over experts:
   reads (gate_up, dh), writes d_gate_up, and overwrites dh with weight * h for d_down. Biases get sums of rows in fp32.
 - Under activation checkpointing, the second run of a block ends before h, the down projection and the sum: `_Experts`
   saves everything, `_Combine` nothing.
+- A part of all experts, for expert parallelism: the rows are the choices of its experts, and memory and work are those
+  of these rows. Their number is known to the device alone, so the host waits for it, once in each run of the forward:
+  the one case in which an op synchronises. Parts of all experts add up to the whole.
 - Up to 64 tokens without gradients read the dense weights of the chosen experts alone (`_decode.py`), or their bits in
   MXFP4 (`_decode_mxfp4.py`); of experts in other formats only the chosen ones are dequantised, one copy for each row.
 
@@ -46,6 +49,7 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import Activation, activation, activation_name, unit
 from ligermodels.kernels._recompute import handle_of, may_overwrite, recomputed
 from ligermodels.kernels._triton import (
+    is_capturing,
     last_dim_contiguous,
     next_power_of_2,
     once_differentiable,
@@ -65,14 +69,15 @@ from ligermodels.kernels.linear.operand import LinearOperand, autocast_dtype, ch
 
 
 def experts_reference(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *, activation: Activation
-) -> Tensor:
-    """`experts_of` in plain PyTorch; raises InputError for an expert outside [0, E)."""
-    _check_experts(experts, gate_up.weight.shape[0])
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *,
+    activation: Activation, first_expert: int = 0, total_experts: int | None = None,
+) -> Tensor:  # fmt: skip
+    """`experts_of` in plain PyTorch; raises InputError for an expert outside of all experts."""
+    _check_experts(experts, gate_up.weight.shape[0] if total_experts is None else total_experts)
     gated = gate_up.weight.shape[1] == 2 * down.weight.shape[2]
     unit = functools.partial(glu_reference if gated else activate_reference, activation=activation)
     y = torch.zeros((), dtype=weights.dtype, device=x.device)
-    for expert, (first, last) in enumerate(zip(_each(gate_up, x), _each(down, x), strict=True)):
+    for expert, (first, last) in enumerate(zip(_each(gate_up, x), _each(down, x), strict=True), first_expert):
         here = experts == expert
         rows = torch.where(here.any(-1, keepdim=True), x, 0)  # tokens of other experts are zero, and get a weight of 0
         out = linears_reference(unit(linears_reference(rows, [first])), [last])
@@ -83,10 +88,12 @@ def experts_reference(
 def moe_experts_reference(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor,
     gate_up_proj_bias: Tensor | None = None, down_proj_bias: Tensor | None = None, *, activation: Activation = "silu",
+    first_expert: int = 0, total_experts: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """`moe_experts` in plain PyTorch; raises InputError for an expert outside [0, E)."""
+    """`moe_experts` in plain PyTorch; raises InputError for an expert outside of all experts."""
     operands = LinearOperand(gate_up_proj, gate_up_proj_bias), LinearOperand(down_proj, down_proj_bias)
-    return experts_reference(x, weights, experts, *operands, activation=activation)
+    part: Any = dict(first_expert=first_expert, total_experts=total_experts)
+    return experts_reference(x, weights, experts, *operands, activation=activation, **part)
 
 
 def _each(operand: LinearOperand, x: Tensor) -> list[LinearOperand]:
@@ -170,7 +177,7 @@ def _unit_backward(
     h_RI = gate_up_RG.new_empty((n_rows, inner)) if dh_RI is None else dh_RI
     if dh_RI is not None:
         d_gate_up_RG = gate_up_RG if overwrite else torch.empty_like(gate_up_RG)
-        d_weights_TK = torch.empty_like(weights_TK)
+        d_weights_TK = (torch.zeros_like if n_rows < weights_TK.numel() else torch.empty_like)(weights_TK)
     if n_rows:
         launch(
             _backward_kernel, (n_rows,),
@@ -382,9 +389,42 @@ def _select(operands: tuple[LinearOperand, ...], experts: Tensor) -> tuple[Tenso
     return experts, tuple(map(select, operands))
 
 
+def _check_part(
+    x: Tensor, gate_up: LinearOperand, down: LinearOperand, first_expert: int, total_experts: int | None
+) -> bool:
+    """True if the operands have a part of all experts alone. Raises InputError for what does not fit, or cannot be."""
+    count = down.weight.shape[0]
+    if not 0 <= first_expert <= (count if total_experts is None else total_experts) - count:
+        raise InputError(
+            f"moe_experts: the weights are those of {count} experts from first_expert={first_expert} on, of "
+            f"total_experts={total_experts}; expected 0 <= first_expert <= total_experts - {count}, and 0 without "
+            "total_experts."
+        )
+    if total_experts is None or total_experts == count:
+        return False
+    for name, operand in (("gate_up_proj", gate_up), ("down_proj", down)):
+        if not operand.is_dense:
+            what = "has an adapter" if operand.adapter is not None else "is in few bits"
+            raise InputError(
+                f"moe_experts: {name} {what}, which a part of the experts does not take: experts spread over ranks "
+                "train dense weights. For LoRA or frozen weights use a mesh without expert parallelism (ep)."
+            )
+    how = "under torch.compile" if torch.compiler.is_compiling() else None
+    if x.is_cuda and how is None and is_capturing():
+        how = "while a CUDA graph is captured"
+    if how:
+        raise InputError(
+            f"moe_experts: experts {first_expert} to {first_expert + count - 1} of {total_experts} cannot be computed "
+            f"{how}, since the host reads how many rows they have. Run them eagerly, or use a mesh without expert "
+            "parallelism (ep)."
+        )
+    return True
+
+
 def experts_of(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *,
     activation: Activation = "silu", recompute: bool = False,
+    first_expert: int = 0, total_experts: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Each token's weighted sum of the outputs of its experts.
 
@@ -392,7 +432,12 @@ def experts_of(
     a GPU, and raise on a CPU. gate_up, down: operands with weights [E, 2I, H], rows [gate | up] of each expert, or
     without a gate [E, I, H]; and [E, H, I]: dense or a LowBitWeight of that shape; biases [E, 2I] and [E, H], or None;
     adapters with A [E, r, M] and B [E, N, r] of a weight [E, N, M], or None, which are computed in x's dtype.
-    activation: as in `glu`. recompute: the backward recomputes gate_up, T K rows of 2I, with one more matmul.
+    activation: as in `glu`. recompute: the backward recomputes gate_up, R rows of 2I, with one more matmul.
+    total_experts: the operands, which are then dense, have the E experts from first_expert on of this number, and
+    `experts` are in [0, total_experts). Those of other experts add nothing and their weights' gradients are 0, so that
+    parts add up to the whole. The host then waits once in a forward, for R: this raises InputError while a CUDA graph
+    is captured and under torch.compile, which breaks its graph there. None, or E: all experts are here, and nothing
+    synchronises.
     Returns [T, H] of x's dtype; under torch.autocast of the autocast dtype, to which x and dense weights are cast.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
@@ -405,6 +450,7 @@ def experts_of(
         )
     (gate_up,) = check("moe_experts", "x", x, hidden, [gate_up], ("gate_up_proj ",), count)
     (down,) = check("moe_experts", "x", x, inner, [down], ("down_proj ",), count)
+    is_part = _check_part(x, gate_up, down, first_expert, total_experts)
     gated = shape[1] == 2 * inner
     activation = activation_name("moe_experts", activation, gated=gated)
     if (
@@ -426,17 +472,18 @@ def experts_of(
     x = x.to(autocast_dtype(x) or x.dtype)
     for size in (*down.weight.shape, weights.shape[1]):
         operator.index(size)  # constexprs of the kernels, which Dynamo must take for constants from here on
-    if gated and gate_up.is_dense and down.is_dense:
+    if gated and not is_part and gate_up.is_dense and down.is_dense:
         tensors = x, weights, experts, gate_up.weight, down.weight, gate_up.bias, down.bias
         if decode_takes(*tensors):
             return decode_experts(*tensors, activation=activation)
+    part: Any = dict(first_expert=first_expert, total_experts=total_experts) if is_part else {}
     if not use_triton(x):
-        reference: Any = functools.partial(experts_reference, activation=activation)
+        reference: Any = functools.partial(experts_reference, activation=activation, **part)
         if recompute and torch.is_grad_enabled():
             reference = functools.partial(checkpoint, reference, use_reentrant=False, preserve_rng_state=False)
         return reference(x, weights, experts, gate_up, down)
     weights, (first, last) = weights.contiguous(), (_Layer.of(operand) for operand in (gate_up, down))
-    order = sort_by_expert(experts.contiguous(), down.weight.shape[0], tile_rows(x))
+    order = sort_by_expert(experts.contiguous(), down.weight.shape[0], tile_rows(x), **part)
     rest = *order, activation, recompute, handle_of(x), *first[4:], *last[4:]
     output = _Experts.apply(x, weights, *first[:4], *last[:4], *rest)
     placeholder_TH, gate_up_RG = (output, None) if recompute else output
@@ -451,9 +498,10 @@ def _describe(weight: Any) -> str:
 def moe_experts(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor,
     gate_up_proj_bias: Tensor | None = None, down_proj_bias: Tensor | None = None, *, activation: Activation = "silu",
-    recompute: bool = False,
+    recompute: bool = False, first_expert: int = 0, total_experts: int | None = None,
 ) -> Tensor:  # fmt: skip
     """`experts_of` for dense weights: gate_up_proj [E, 2I, H] or [E, I, H], and down_proj [E, H, I]; with biases
     [E, 2I] or [E, I], and [E, H], or None."""
     operands = LinearOperand(gate_up_proj, gate_up_proj_bias), LinearOperand(down_proj, down_proj_bias)
-    return experts_of(x, weights, experts, *operands, activation=activation, recompute=recompute)
+    part: Any = dict(first_expert=first_expert, total_experts=total_experts)
+    return experts_of(x, weights, experts, *operands, activation=activation, recompute=recompute, **part)
