@@ -74,7 +74,7 @@ class Processes:
 
     @property
     def batch_ranks(self) -> int:
-        """The number of different batches in a forward of all ranks: dp_replicate x dp_shard."""
+        """The number of different batches in a forward of all ranks: dp_replicate x dp_shard x ep."""
         return self.size // self.ranks_per_batch
 
     @property

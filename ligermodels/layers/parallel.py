@@ -88,6 +88,12 @@ class MeshGroup:
         """This rank's shard of x, which is the same on all ranks. Backward: gradients are all-gathered."""
         return _Collective.apply(x, lambda x: self.shard(x, dim).contiguous(), lambda dy: _all_gather(dy, self, dim))
 
+    def largest(self, number: int, device: torch.device) -> int:
+        """The largest number of any rank. The host waits for it. device: of the collective."""
+        result = torch.tensor(number, device=device)
+        dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self.group)
+        return int(result.item())
+
     def to_heads(self, x: Tensor) -> Tensor:
         """[B, S/n, heads, D] -> [B, S, heads/n, D]. Fewer heads than ranks are repeated: each rank gets one."""
         if (repeats := self.size // x.shape[2]) > 1:

@@ -15,12 +15,12 @@ from ligermodels.layers.losses import num_labels
 from ligermodels.layers.parallel import MeshGroup
 from ligermodels.processes import Processes
 
-DIMS = ("dp_replicate", "dp_shard", "cp", "tp")
-"""Names of a mesh's dimensions, outermost first: copies of the model, FSDP, context parallel, tensor parallel."""
+DIMS = ("dp_replicate", "dp_shard", "ep", "cp", "tp")
+"""Names of a mesh's dimensions, outermost first: copies of the model, FSDP, and expert, context and tensor parallel."""
 
 
 def make_mesh(
-    *, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, device_type: str | None = None
+    *, dp_replicate: int = 1, dp_shard: int = -1, ep: int = 1, cp: int = 1, tp: int = 1, device_type: str | None = None
 ) -> DeviceMesh:
     """A mesh over all processes that torchrun has started; dp_shard=-1 takes those that the others leave.
 
@@ -38,11 +38,11 @@ def make_mesh(
                 "torch.distributed.init_process_group before"
             )
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-    sizes, world = [dp_replicate, dp_shard, cp, tp], dist.get_world_size()
-    others = dp_replicate * cp * tp
+    sizes, world = [dp_replicate, dp_shard, ep, cp, tp], dist.get_world_size()
+    others = dp_replicate * ep * cp * tp
     if dp_shard == -1 and world % others == 0:
         sizes[1] = world // others
-    if min(sizes) < 1 or sizes[0] * sizes[1] * cp * tp != world:
+    if min(sizes) < 1 or sizes[1] * others != world:
         asked = ", ".join(f"{name}={size}" for name, size in zip(DIMS, sizes, strict=True))
         raise InputError(f"make_mesh: {asked} do not multiply to the {world} processes that there are")
     return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=DIMS)
@@ -51,8 +51,9 @@ def make_mesh(
 class Parallel:
     """How a model is spread over the ranks of a mesh; `model.parallel` after `parallelize`.
 
-    mesh: as given. fsdp: the mesh of FSDP, 1-D (dp_shard and cp together) or 2-D with dp_replicate. data: the ranks
-    among which all tokens of a batch are spread. cp, tp: those of context and tensor parallel; None without.
+    mesh: as given. fsdp: the mesh of FSDP, 1-D (dp_shard, ep and cp together) or 2-D with dp_replicate; experts_fsdp:
+    that of experts, without ep, which splits them by number. data: the ranks among which all tokens of a batch are
+    spread. ep, cp, tp: those of expert, context and tensor parallel; None without.
     """
 
     def __init__(self, mesh: DeviceMesh):
@@ -70,15 +71,20 @@ class Parallel:
             raise InputError(f"the mesh lists its ranks as {ranks[:8]}; they have to ascend, since torch's groups do")
         self.mesh, self.processes = mesh, Processes.of_mesh(mesh)
         sizes = dict(zip(names, mesh.shape, strict=True))
-        self.cp = MeshGroup(mesh["cp"]) if sizes.get("cp", 1) > 1 else None
-        self.tp = MeshGroup(mesh["tp"]) if sizes.get("tp", 1) > 1 else None
+        self.ep, self.cp, self.tp = (
+            MeshGroup(mesh[name]) if sizes.get(name, 1) > 1 else None for name in ("ep", "cp", "tp")
+        )
+        if self.ep is not None and max(sizes.get("cp", 1), sizes.get("tp", 1)) > 1:
+            raise InputError("a mesh with ep > 1 has cp=1 and tp=1: experts are spread over ranks with other batches")
+        joined = ("dp_shard", *(name for name, group in (("ep", self.ep), ("cp", self.cp)) if group is not None))
         # torch has no public name for joining dims; torchtitan calls this one too.
-        shard = mesh["dp_shard"] if self.cp is None else mesh["dp_shard", "cp"]._flatten("fsdp")
-        self.fsdp = data = shard
+        self.fsdp = data = mesh["dp_shard"] if len(joined) == 1 else mesh[joined]._flatten("fsdp")
+        self.experts_fsdp = mesh["dp_shard"] if self.ep is not None else self.fsdp
         if sizes.get("dp_replicate", 1) > 1:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a later way to combine dims, which torch 2.11 does not have
-                self.fsdp = mesh["dp_replicate", "dp_shard" if self.cp is None else "fsdp"]
+                self.fsdp = mesh["dp_replicate", "dp_shard" if len(joined) == 1 else "fsdp"]
+                self.experts_fsdp = self.fsdp if self.ep is None else mesh["dp_replicate", "dp_shard"]
             data = self.fsdp._flatten("data")
         self.data = MeshGroup(data)
 

@@ -12,6 +12,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers import LMHead
 from ligermodels.layers.base import fp32_layers, fp32_names
 from ligermodels.layers.linear import JointProjections
+from ligermodels.parallel.experts import all_experts, shard_experts
 from ligermodels.parallel.mesh import Parallel
 from ligermodels.parallel.tensor import check_context, check_tensor, shard_tensors
 
@@ -30,6 +31,8 @@ def parallelize(
     mesh: dimensions out of dp_replicate, dp_shard, cp and tp, as `make_mesh` makes them.
 
     - dp_shard: FSDP2 shards parameters, gradients and optimizer states; cp ranks join in. dp_replicate: copies of that.
+    - ep: the experts of mixtures are split by number over ranks that have batches of their own: each gets the tokens of
+      all, and computes its experts. FSDP over dp_shard alone shards these, and over ep too all other parameters.
     - tp: heads, the inside of MLPs and experts, and the vocabulary are split; norms run on parts of the sequence. Under
       tp alone, FSDP takes no part unless it has to cast to param_dtype, or a tower has weights that tp does not split.
     - cp: the sequence is split; attention exchanges heads for tokens (all-to-all), so that masks and packing hold.
@@ -68,6 +71,8 @@ def parallelize(
         check_tensor(zoo, tp)
     if parallel.cp is not None:
         check_context(zoo, parallel.cp.size, tp)
+    if parallel.ep is not None:
+        shard_experts(model, parallel.ep)
     if parallel.tp is not None:
         shard_tensors(zoo, parallel.tp)
     if parallel.tp is not None and parallel.fsdp.size() == 1 and _is_split_by_tp(model, param_dtype):
@@ -128,6 +133,9 @@ def _shard_data(
             fully_shard(layer, mesh=parallel.fsdp, mp_policy=exact, reshard_after_forward=False)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options: dict[str, Any] = dict(mesh=parallel.fsdp, mp_policy=policy)
+    for experts in all_experts(model) if parallel.ep is not None else ():
+        placed = options | dict(mesh=parallel.experts_fsdp)
+        fully_shard(experts, reshard_after_forward=reshard_after_forward, **placed)
     for block in _blocks(model):
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     if zoo is not None and isinstance(zoo.lm_head, LMHead):

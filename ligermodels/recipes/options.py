@@ -135,6 +135,9 @@ class TrainOptions:
         instead="merge later: `ligermodels convert MODEL DST --adapter DIR/adapter`")
 
     dp_replicate: int = free_option(1, "replicas of the sharded model (HSDP)", least=1, group="parallel")
+    ep: int = free_option(
+        1, "expert-parallel degree: GPUs over which the experts of a mixture are spread", least=1,
+        excludes=("cp", "tp", "capture", "quantize"))
     cp: int = free_option(1, "context-parallel degree: GPUs that share each row", least=1)
     tp: int = free_option(1, "tensor-parallel degree: GPUs that share each layer", least=1)
 
@@ -191,7 +194,7 @@ class TrainOptions:
         if self.early_stopping_patience and not self.eval_steps:
             raise InputError("early_stopping_patience: eval_steps=0 evaluates at the end alone; give --eval-steps N")
         if self.optim == "muon":
-            for other in changed.keys() & {"lora_r", "quantize", "capture", "cp", "tp", "dp_replicate"}:
+            for other in changed.keys() & {"lora_r", "quantize", "capture", "ep", "cp", "tp", "dp_replicate"}:
                 raise InputError(f"optim=muon and {other}={changed[other]}: give one of the two")
             if self.precision == "bf16":
                 raise InputError("optim=muon and precision=bf16: Muon steps fp32 values; give --precision bf16-masters")

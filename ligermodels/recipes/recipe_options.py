@@ -176,7 +176,7 @@ class RolloutOptions(TrainOptions):
 @dataclass(kw_only=True)
 class DistillOptions(RolloutOptions):
     recipe = "distill"
-    unsupported = {"tp": "a teacher is sharded by FSDP alone"}  # noqa: RUF012
+    unsupported = dict.fromkeys(("ep", "tp"), "a teacher is sharded by FSDP alone")
     # fmt: off
     teacher: str = option(
         "", "repository on the Hub, folder, or GGUF file of the model to learn from", required=True, group="loss")

@@ -23,7 +23,7 @@ OPTIONS = "options.yaml"
 
 def start_processes(options: TrainOptions) -> Processes:
     """Joins the processes that torchrun has started; a single one needs no process group."""
-    degrees: dict[str, Any] = dict(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp)
+    degrees: dict[str, Any] = {name: getattr(options, name) for name in ("dp_replicate", "ep", "cp", "tp")}
     if os.environ.get("WORLD_SIZE", "1") != "1" or dist.is_initialized():
         return Processes.of_mesh(make_mesh(**degrees))
     if name := next((name for name, degree in degrees.items() if degree > 1), None):

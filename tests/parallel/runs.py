@@ -119,6 +119,7 @@ FAMILIES["gemma4_experts"] = FAMILIES["gemma4_text"] | dict(
 )
 SPLITS = {
     "fsdp2": dict(dp_shard=2),
+    "ep2": dict(dp_shard=1, ep=2),
     "tp2": dict(tp=2),
     "cp2": dict(cp=2),
     "tp2-fsdp2": dict(tp=2, dp_shard=2),
@@ -128,6 +129,9 @@ SPLITS = {
     "tp4": dict(tp=4),
     "cp4": dict(cp=4),
     "hsdp2-fsdp2": dict(dp_replicate=2, dp_shard=2),
+    "ep2-fsdp2": dict(dp_shard=2, ep=2),
+    "ep4": dict(dp_shard=1, ep=4),
+    "ep2-hsdp2": dict(dp_replicate=2, dp_shard=1, ep=2),
 }
 
 
@@ -281,6 +285,18 @@ def gradients(family, split, recompute="none", kind="plain", trained="", offload
     return {"loss": error(found, loss), **grad_errors(spread.model, wanted)}
 
 
+def uneven(family, split, recompute="none"):
+    """Three rows on the first rank, one on the other."""
+    made = batch(family, "plain")
+    loss, wanted = whole(family, "plain")
+    spread = Spread(family, split)
+    spread.model.gradient_checkpointing_enable({"recompute": recompute})
+    rows = slice(3) if spread.index == 0 else slice(3, 4)
+    found = spread.model(**{name: x[rows] for name, x in made.items()}).loss
+    found.backward()
+    return {"loss": error(found, loss), **grad_errors(spread.model, wanted)}
+
+
 def images_on_one_rank(family, packed=False):
     """Images on the first rank, text alone on the other."""
     images, text = part(batch(family, "images"), 0, 2), part(batch(family, "packed" if packed else "plain"), 0, 1)
@@ -373,9 +389,11 @@ def norm(family, split):
     ours = AdamW(spread.model.parameters(), lr=0.0, weight_decay=0.0, max_grad_norm=0.1)
     ours.step()
     wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    errors = {"AdamW": error(ours.grad_norm, wanted)}
+    if split.startswith("ep"):  # torch sums the squares of one mesh alone
+        return errors
     found = torch.nn.utils.clip_grad_norm_(spread.model.parameters(), 0.1)
-    clipped = grad_errors(spread.model, grads(model))
-    return {"AdamW": error(ours.grad_norm, wanted), "torch": error(found.full_tensor(), wanted), **clipped}
+    return {**errors, "torch": error(found.full_tensor(), wanted), **grad_errors(spread.model, grads(model))}
 
 
 def headless(family, split):
@@ -575,8 +593,8 @@ def calls_refused(split):
 
 
 CHECKS = (
-    gradients, images_on_one_rank, balanced, accumulated, logits, headless, norm, mixed, stepped, joint, generated,
-    adapted, custom, refused, calls_refused,
+    gradients, uneven, images_on_one_rank, balanced, accumulated, logits, headless, norm, mixed, stepped, joint,
+    generated, adapted, custom, refused, calls_refused,
 )  # fmt: skip
 _CHECKS = {check.__name__: check for check in CHECKS}
 

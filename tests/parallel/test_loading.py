@@ -34,6 +34,7 @@ FAMILIES = {  # each with rows that neither 2 nor 4 ranks share evenly
     "tied": dict(model_type="llama", tie_word_embeddings=True),
     "biases": dict(model_type="qwen2", tie_word_embeddings=False, num_key_value_heads=1),
     "experts": dict(model_type="mixtral", num_local_experts=3),  # and with biases in `folder`
+    "four-experts": dict(model_type="mixtral", num_local_experts=4),
     "one-expert": dict(model_type="mixtral", num_local_experts=1, num_experts_per_tok=1),
     "hybrid": dict(model_type="qwen3_5_text", head_dim=8, full_attention_interval=2, linear_num_key_heads=2,
                    linear_num_value_heads=6, linear_key_head_dim=5, linear_value_head_dim=3),
@@ -134,6 +135,13 @@ def on_two_ranks(folder):
         ["hybrid", "packed", "toy", "experts"],
         init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp")),
     )
+
+    experts = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "ep"))
+    load_and_save(folder, ["four-experts"], experts)
+    with pytest.MonkeyPatch.context() as patched:
+        asked = count_bytes(patched)
+        model = load(folder / "four-experts", mesh=experts)
+        assert sum(asked) == sum(parameter.to_local().nbytes for parameter in model.parameters())
 
     for dim in ("dp_shard", "tp"):  # with the layer for multi-token prediction, which is made of experts too
         sizes = dict(dp_shard=2) if dim == "dp_shard" else dict(dp_shard=1, tp=2)
@@ -258,17 +266,21 @@ def steps(model, optimizer, count):
 
 
 def in_fp32_on_two_ranks(folder):
-    source, kept = folder / "experts", fp32_names(load(folder / "experts"))
+    kept = fp32_names(load(folder / "experts"))
     assert len(kept) == 4
-    for sizes in ((2, 1), (1, 2)):
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_shard", "tp"))
-        load_and_save(folder, ["experts"], mesh)
+    for family, names, sizes in (
+        ("experts", ("dp_shard",), (2,)),
+        ("experts", ("dp_shard", "tp"), (1, 2)),
+        ("four-experts", ("dp_shard", "ep"), (1, 2)),
+    ):
+        mesh, source, last = init_device_mesh("cpu", sizes, mesh_dim_names=names), folder / family, names[-1]
+        load_and_save(folder, [family], mesh)
         run, again = (load(source, mesh=mesh).train() for _ in range(2))
         of_run, of_again = (AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.1, seed=1) for model in (run, again))
         steps(run, of_run, 2)
-        with Checkpoints(folder / f"run-{sizes[0]}", run, of_run) as checkpoints:
+        with Checkpoints(folder / f"run-{last}", run, of_run) as checkpoints:
             checkpoints.save(2)
-        with Checkpoints(folder / f"run-{sizes[0]}", again, of_again) as checkpoints:
+        with Checkpoints(folder / f"run-{last}", again, of_again) as checkpoints:
             assert checkpoints.load() == 2
         steps(run, of_run, 1)
         steps(again, of_again, 1)
@@ -276,19 +288,19 @@ def in_fp32_on_two_ranks(folder):
         for name, parameter in run.named_parameters():
             assert parameter.dtype == (torch.float32 if name in kept else torch.bfloat16), name
             assert same_bits(whole_tensor(parameter.detach()), stepped[name]), name
-        if sizes == (2, 1):  # tensor parallel has other shapes
+        if last != "tp":  # which has other shapes
             whole = load(source)
             whole.load_state_dict(stepped)
-            run.save_pretrained(folder / "stepped", max_shard_size="20KB")
-            assert_same_files(
-                folder / "stepped", whole.save_pretrained(folder / f"whole-{dist.get_rank()}", max_shard_size="20KB")
-            )
+            run.save_pretrained(folder / f"stepped-{last}", max_shard_size="20KB")
+            saved = whole.save_pretrained(folder / f"whole-{last}-{dist.get_rank()}", max_shard_size="20KB")
+            assert_same_files(folder / f"stepped-{last}", saved)
 
 
 def test_what_stays_in_fp32_is_loaded_trained_resumed_and_saved_in_fp32(tmp_path, monkeypatch):
     monkeypatch.setattr(moe, "Router", ExactRouter)
     monkeypatch.setitem(SIZES, "dtype", "bfloat16")
-    write("experts", tmp_path / "experts")
+    for family in ("experts", "four-experts"):
+        write(family, tmp_path / family)
     on_ranks(tmp_path, lambda: in_fp32_on_two_ranks(tmp_path))
 
 
@@ -306,6 +318,7 @@ def on_four_ranks(folder):
         assert_same_model(random("patches", mesh=mesh), random("patches", device="cpu"))
     assert_same_model(random("towers", mesh=tensor["dp_shard"]), random("towers", device="cpu"))
 
+    load_and_save(folder, ["four-experts"], init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep")))
     for names in (("dp_replicate", "dp_shard"), ("dp_shard", "cp")):
         load_and_save(folder, ["experts"], init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
 
