@@ -78,8 +78,11 @@ CASES: dict[str, dict[str, Any]] = {
     "70B 1 x 4096, block": dict(batch=1, seq=4096, recompute="block", peer=True, **BF16),
     "half 70B 1 x 4096, block": dict(batch=1, seq=4096, recompute="block", peer=True, **BF16),
     "30B-A3B 4 x 4096, block": dict(batch=4, seq=4096, recompute="block", **BF16),
+    "30B-A3B 4 x 4096, block, ep": dict(batch=4, seq=4096, recompute="block", mesh="ep", **BF16),
     "6 layers of 30B-A3B 4 x 4096": dict(batch=4, seq=4096, **BF16),
     "6 layers of 30B-A3B 4 x 4096, whole": dict(batch=4, seq=4096, **BF16, **WHOLE),
+    "6 layers of 30B-A3B 4 x 4096, ep": dict(batch=4, seq=4096, mesh="ep", **BF16),
+    "6 layers of 30B-A3B 4 x 4096, ep, whole": dict(batch=4, seq=4096, mesh="ep", **BF16, **WHOLE),
     "6 layers of 30B-A3B 4 x 4096, one GPU": dict(batch=4, seq=4096, alone=True, **BF16),
     "gpt-oss-20b 4 x 4096, block": dict(batch=4, seq=4096, recompute="block", **BF16),
     "Gemma-4-31B 4 x 4096, block": dict(batch=4, seq=4096, recompute="block", **BF16),
@@ -216,14 +219,15 @@ def _train(
 
     loss = model(input_ids=first_ids, labels=first_ids).loss
     loss.backward()
-    norm: Any = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    norms: list[Any] = [p.grad.norm() for p in model.parameters()]  # of other meshes, where experts are spread
+    norm = torch.stack([norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]).norm()
     first = loss.detach().clone()
     if not is_ours:  # FSDP's loss is that of the rank, ours that of all
         dist.all_reduce(first)
         first /= gpus
     found = {
         "first loss": float(first),
-        "first norm": float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm),
+        "first norm": float(norm),
     }
     model.zero_grad(set_to_none=True)
     if weights == "fp32" or not is_ours:
@@ -240,7 +244,7 @@ def _train(
     largest = torch.tensor([seconds, harness.peak_gib(device) or 0.0], device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     seconds, peak = largest.tolist()
-    tokens = batch * seq / (1 if alone or mesh == "dp_shard" else gpus)
+    tokens = batch * seq / (gpus if mesh in ("cp", "tp") else 1)
     found |= {"tokens/s a GPU": tokens / seconds, "peak GiB": peak, "s a step": seconds}
     return found | (_exposed(step) if job["trace"] and device == "cuda" and steps > 1 else {})
 
@@ -263,7 +267,7 @@ def _ours(
         activation_checkpointing=recompute,
         seed=0,
     )
-    return model, whole["dp_shard"].get_local_rank()
+    return model, dist.get_rank() if mesh == "ep" else whole["dp_shard"].get_local_rank()
 
 
 def _liger(config: dict[str, Any], dtype: torch.dtype, device: str, recompute: Any) -> Any:

@@ -18,7 +18,7 @@ from ligermodels.arch import ARCHS
 README = (ROOT / "README.md").read_text("utf-8")
 URL = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
 IMAGES = URL.replace("github.com", "raw.githubusercontent.com") + "/main/"
-LORA = "step-llama-8b-lora-h200"
+CHARTED = "step-gemma-2-2b-h200"
 """In the chart."""
 SMALL_LORA, QWEN2 = "step-llama-8b-lora-small-h200", "step-qwen2-1.5b-h200"
 """Not in the chart, which needs matplotlib."""
@@ -124,7 +124,7 @@ def test_mfu_counts_the_matmuls_of_a_step(tied, trained, times, monkeypatch):
     env = {"device": "NVIDIA H200", "commit": "abc", "date": "2026"}
     row = records.Measurement(
         kind="train", model="tiny", case="1 x 32", trained=trained, baseline="ligermodels", figures={"tokens/s": 32.0},
-        record=records.Record("x", {"environment": env}), commit="abc",
+        record=records.Record("x", {"environment": env}), commit="abc", date="2026",
     )  # fmt: skip
     assert tables.mfu(row) * 989.4e12 == pytest.approx(times * forward + 3 * attention)
 
@@ -178,7 +178,7 @@ def test_a_chart_is_drawn_alike_and_its_figures_are_in_it():
 def test_without_the_same_matplotlib_the_figures_of_a_chart_are_compared(root, monkeypatch):
     monkeypatch.setattr(charts, "installed", lambda: None)
     assert cards.main(["--check"], root) == 0
-    edit(root, LORA, ours=False, tokens_per_s=0.99)
+    edit(root, CHARTED, ours=False, tokens_per_s=0.99)
     with pytest.raises(SystemExit, match="shows other figures: install matplotlib"):
         cards.main(["--check"], root)
 

@@ -163,7 +163,8 @@ def shape(row: Measurement) -> str:
     if row.kind != "gpus":
         return shown
     size, *options = shown.split(", ")
-    known = {"tp": "tensor parallel", "cp": "context parallel", "whole": "not resharded", "one GPU": "on one GPU alone"}
+    known = {"ep": "expert parallel", "tp": "tensor parallel", "cp": "context parallel", "whole": "not resharded",
+             "one GPU": "on one GPU alone"}  # fmt: skip
     one = {"tp", "cp"} & {*options}
     how = [] if one or "one GPU" in options else ["FSDP2"]
     return ", ".join([size if one else f"{size} a GPU", *how, *(known.get(name, name) for name in options)])
