@@ -224,7 +224,7 @@ def test_all_options(tmp_path):
 
 COMMON = (
     "accumulation activations adam_beta1 adam_beta2 batch_tokens chat_template cp data decay deterministic "
-    "dp_replicate dry_run early_stopping_patience eval_data eval_share eval_steps final_lr fp8 hub_model_id "
+    "dp_replicate dry_run early_stopping_patience ep eval_data eval_share eval_steps final_lr fp8 hub_model_id "
     "hub_private_repo learning_rate lora_alpha "
     "lora_dropout lora_modules_to_save lora_r lora_target_modules lora_target_parameters lr_scheduler_type "
     "max_grad_norm max_length max_samples max_steps merge model num_train_epochs optim output_dir precision "
