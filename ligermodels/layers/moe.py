@@ -456,6 +456,11 @@ def mixtures_of(model: nn.Module) -> list[MoE]:
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
+def all_experts(model: nn.Module) -> list[Experts]:
+    """The experts in a model, also those beside an MLP, in the order of its modules."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
 def load_balancing_loss(
     router_logits: Sequence[Tensor],
     *,

@@ -12,7 +12,8 @@ from ligermodels.errors import InputError
 from ligermodels.layers import LMHead
 from ligermodels.layers.base import fp32_layers, fp32_names
 from ligermodels.layers.linear import JointProjections
-from ligermodels.parallel.experts import all_experts, shard_experts
+from ligermodels.layers.moe import all_experts
+from ligermodels.parallel.experts import check_experts, shard_experts
 from ligermodels.parallel.mesh import Parallel
 from ligermodels.parallel.tensor import check_context, check_tensor, shard_tensors
 
@@ -63,6 +64,8 @@ def parallelize(
     if zoo is None and parallel.shards > 1:
         raise InputError(f"{type(model).__name__} is no model of the zoo: of its mesh, cp and tp have to be 1")
     tp = 1 if parallel.tp is None else parallel.tp.size
+    if parallel.ep is not None:
+        check_experts(model, parallel.ep.size)
     if fp8 is not None:
         if zoo is None or tp > 1:
             raise InputError(f"fp8={fp8!r} is for models of the zoo, with tp=1: leave it out, or use dp_shard and cp")
@@ -133,9 +136,21 @@ def _shard_data(
             fully_shard(layer, mesh=parallel.fsdp, mp_policy=exact, reshard_after_forward=False)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options: dict[str, Any] = dict(mesh=parallel.fsdp, mp_policy=policy)
-    for experts in all_experts(model) if parallel.ep is not None else ():
-        placed = options | dict(mesh=parallel.experts_fsdp)
-        fully_shard(experts, reshard_after_forward=reshard_after_forward, **placed)
+    if parallel.ep is not None:
+        spread = set[nn.Parameter]()
+        for experts in all_experts(model):
+            parameters = set(experts.parameters())
+            casts = any(param_dtype not in (None, parameter.dtype) for parameter in parameters)
+            if casts or parallel.experts_fsdp.size() > 1:
+                fully_shard(
+                    experts,
+                    mesh=parallel.experts_fsdp,
+                    mp_policy=policy,
+                    reshard_after_forward=reshard_after_forward,
+                )
+            else:  # FSDP has nothing to gather, to reduce or to cast, and would copy gradients
+                spread |= parameters
+        options["ignored_params"] = spread
     for block in _blocks(model):
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     if zoo is not None and isinstance(zoo.lm_head, LMHead):
