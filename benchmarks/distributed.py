@@ -6,9 +6,10 @@
 Each side runs under torchrun, apart from the other, and goes through its cases; after a case that failed or left
 memory allocated, fresh processes take the rest. Both sides have the same weights, drawn parameter by parameter, the
 same batches, FSDP2 with a group per block, and the same optimizer. The first loss and the first gradient norm of
-the two must agree, or the case gets no figures and the exit status is 1. Tokens/s are those of one GPU; time and memory
-are those of the rank with the most. "exposed ms" is the time of a step in which communication runs and nothing else
-does, from a trace of one step. benchmarks.load measures saving and loading on several GPUs.
+the two must agree, and so must those of cases that compute the same step in another way, or the case gets no figures
+and the exit status is 1. Tokens/s are those of one GPU; time and memory are those of the rank with the most. "exposed
+ms" is the time of a step in which communication runs and nothing else does, from a trace of one step. benchmarks.load
+measures saving and loading on several GPUs.
 """
 
 import argparse
@@ -119,9 +120,11 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     peers = [case for case in options.cases if CASES[case].get("peer")]
     found = {"ligermodels": options.cases, "hf+liger": peers}
     sides = {side: side_of(side, cases, options) for side, cases in found.items()}
+    firsts: dict[tuple[Any, ...], Row] = {}
     for case in options.cases:
         rows = [{"case": case, "side": side, **found[case]} for side, found in sides.items() if case in found]
-        if why := disagreement(*rows):
+        like = firsts.setdefault(same_step(case), rows[0])
+        if why := disagreement(*rows) or disagreement(rows[0], like):
             record["red"].append(f"{case}: {why}")
             rows = [{"case": case, "side": row["side"], "note": "no figures: the sides differ"} for row in rows]
         record["rows"] += rows
@@ -150,8 +153,17 @@ def disagreement(ours: Row, peer: Row | None = None) -> str:
         return ours["note"]
     for what in ("first loss", "first norm") if peer is not None and "note" not in {**ours, **peer} else ():
         if not abs(ours[what] - peer[what]) <= TOLERANCE * abs(peer[what]):
-            return f"the {what} is {ours[what]}, Liger's {peer[what]}"
+            return f"the {what} is {ours[what]}, that of {peer['case']}, {peer['side']}, {peer[what]}"
     return ""
+
+
+def same_step(name: str) -> tuple[Any, ...]:
+    """What cases have in common whose first losses and norms agree: the model, the batches of ranks, the weights."""
+    case = CASES[name]
+    spread = case.get("mesh", "dp_shard")
+    model = next(prefix for prefix in NAMES if name.startswith(f"{prefix} "))
+    batches = "each rank's" if spread in ("dp_shard", "ep") else "one"
+    return model, batches, *(case.get(key) for key in ("batch", "seq", "weights", "alone", "fp8"))
 
 
 def work(job: dict[str, Any]) -> Row:

@@ -656,7 +656,21 @@ def test_sides_that_train_differently_get_no_figures(monkeypatch, run):
 
     monkeypatch.setattr(harness, "spawn", spawn)
     code, record, _ = run(distributed, "--cases", "8B 2 x 4096")
-    assert code == 1 and "the first loss is 6.0, Liger's 6.1" in record["red"][0] and "6.1" not in str(record["rows"])
+    assert code == 1 and "the first loss is 6.0, that of 8B 2 x 4096, hf+liger, 6.1" in record["red"][0]
+    assert "6.1" not in str(record["rows"])
+
+
+def test_meshes_that_train_differently_get_no_figures(monkeypatch, run):
+    cases = [f"6 layers of 30B-A3B 4 x 4096{name}" for name in ("", ", whole", ", ep", ", one GPU")]
+    norms = dict(zip(cases, (1.0, 1.001, 1.01, 1.4), strict=True))
+
+    def spawn(module, job, *given, **named):
+        return {case: {"first loss": 6.0, "first norm": norms[case]} for case in job["cases"]}
+
+    monkeypatch.setattr(harness, "spawn", spawn)
+    code, record, _ = run(distributed, "--cases", *cases)
+    assert code == 1 and len(record["red"]) == 1 and record["red"][0].startswith(f"{cases[2]}: the first norm is 1.01")
+    assert [row.get("first norm") for row in record["rows"]] == [1.0, 1.001, None, 1.4]
 
 
 def test_processes_that_end_early_are_followed_by_others(monkeypatch, run):
