@@ -469,6 +469,8 @@ def stepped(family, split):
         optimizer.remove_hooks()
     weights = dict(models[0].named_parameters())
     errors = {name: error(p.full_tensor(), weights[name]) for name, p in spread.model.named_parameters()}
+    if split != "tp2":  # FSDP keeps its dtypes
+        return errors
     loss, found = models[0].double()(**made).loss, spread.model.double()(**spread.rows(made)).loss
     found.backward()
     assert {p.grad.dtype for p in spread.model.parameters()} == {torch.float64}

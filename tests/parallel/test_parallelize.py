@@ -134,6 +134,7 @@ QUICK = [
     gradients("mixtral_biased", "ep2", kind="left"),
     gradients("gemma4_experts", "ep2"),
     job("uneven", family="mixtral", split="ep2"),
+    job("stepped", family="mixtral_shared", split="ep2"),
     job("uneven", family="mixtral", split="ep2", recompute="block"),
     job("balanced", family="mixtral_sigmoid", split="ep2"),
     job("mixed", family="mixtral_fp32", split="ep2", recompute="block"),
