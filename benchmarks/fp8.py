@@ -2,6 +2,7 @@
 
     python -m benchmarks.fp8 --out fp8.json
     python -m benchmarks.fp8 --tokens 4096 --baselines bf16,rowwise
+    python -m benchmarks.fp8 --block      # one block, beside transformers and torchao under torch.compile
     python -m benchmarks.fp8 --gradients SmolLM2-135M-Instruct.Q4_1.gguf      # of a trained model; a CPU does
     python -m benchmarks.fp8 --dry
 
@@ -9,10 +10,14 @@ layers: forward, dx and dW of one layer with 16,384 tokens. "TFLOP/s" counts 6 T
 in the mean square, against fp64, with 1,024 tokens. Each of ours must have the errors that its number formats explain;
 else nothing of it is timed and the exit status is 1. It is a benchmark beside kernels.py, whose rule is that an op is
 as exact as the eager one of its dtype.
+block: in place of these, a Llama-3.1-8B of one block without its head, forward and backward of rows of 4,096 tokens:
+ours, and transformers' under torch.compile. "error / bf16's": of y and dx against transformers in fp32, over that of
+transformers in bf16, the larger of the two; it may be BF16_FACTOR times as large in bf16 and FP8_FACTOR in FP8. "of
+bf16": how many times as fast as the same side in bf16.
 quantising: each kernel over activations, dy and weights. "TB/s" counts the bytes that have to move.
 gradients: in place of these, the gradients of a trained model on the first tokens of Python's own reference
 (pydoc_data.topics): the cosine of each weight's with that in fp32, smallest and mean over weights.
-torchao, where it is installed: its float8 training on an nn.Linear, under torch.compile.
+torchao, where it is installed: its float8 training, under torch.compile.
 """
 
 import argparse
@@ -31,6 +36,8 @@ import ligermodels
 from benchmarks import harness
 from benchmarks.harness import Record
 from benchmarks.kernels import milliseconds
+from benchmarks.train_cases import MODELS, changed, theirs
+from benchmarks.train_step import FP8_FACTOR
 from ligermodels.kernels.linear._fp8_quantize import (
     quantize_both,
     quantize_rows,
@@ -42,7 +49,9 @@ from ligermodels.layers.fp8 import RECIPES, FP8Linear
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
 """N and K."""
-BASELINES = ("bf16", *RECIPES, "torchao rowwise", "torchao tensorwise", "torchao rowwise_with_gw_hp")
+PEERS = ("bf16", "torchao rowwise", "torchao tensorwise", "torchao rowwise_with_gw_hp")
+BASELINES = (*PEERS, *RECIPES)
+LENGTH, BF16_FACTOR = 4096, 1.25
 CHECKED = 1024
 """Tokens of the comparison with fp64."""
 ROUNDINGS = {"e4m3": 0.0275, "e5m2": 0.055, "bf16": 0.0017}
@@ -52,6 +61,7 @@ ROUNDINGS = {"e4m3": 0.0275, "e5m2": 0.055, "bf16": 0.0017}
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--baselines", type=harness.names(*BASELINES), default="all")
+    parser.add_argument("--block", action="store_true", help="one block in place of its linear layers")
     parser.add_argument("--gradients", metavar="MODEL", help="a folder, repository or GGUF file")
 
 
@@ -61,6 +71,10 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         return
     if options.device == "cpu" and not options.dry:
         raise ValueError("needs a CUDA device, but for --gradients; --dry runs tiny layers on the CPU")
+    if options.block:
+        record["red"], record["block"] = [], []
+        blocks(options, record)
+        return
     device, tokens = options.device, 96 if options.dry else options.tokens
     shapes = dict.fromkeys(SHAPES, (96, 64)) if options.dry else SHAPES
     record["layers"], record["quantising"], record["red"] = [], [], []
@@ -88,6 +102,82 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     )
 
 
+def blocks(options: argparse.Namespace, record: Record) -> None:
+    """A row of ours, and of transformers under torch.compile, for each baseline that the side has."""
+    device, model = options.device, MODELS["llama-3.1-8b"]
+    config = changed(model.config, {**(model.tiny if options.dry else {}), "num_hidden_layers": 1})
+    rows, length = (2, 48) if options.dry else (max(1, options.tokens // LENGTH), LENGTH)
+    weights = theirs("llama-3.1-8b", device, torch.float32, config).model.state_dict()
+    draw = torch.Generator(device).manual_seed(0)
+    x, dy = (
+        torch.randn(rows, length, config["hidden_size"], generator=draw, device=device).bfloat16() for _ in range(2)
+    )
+
+    def peer(name: str, dtype: torch.dtype) -> Any:
+        made = theirs("llama-3.1-8b", device, dtype, config).model.train()
+        made.load_state_dict(weights)
+        if name.startswith("torchao "):
+            to_torchao(made.layers, name)
+        if device == "cuda" and dtype == torch.bfloat16:
+            made.compile(dynamic=False)
+        return made
+
+    def ours(name: str) -> Any:
+        made = ligermodels.ARCHS["llama"].from_config(config, dtype=torch.bfloat16, device=device).train()
+        made.model.load_state_dict(weights)
+        if name in RECIPES:
+            made.use_fp8(name)
+        return made.model
+
+    def of_block(block: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[Callable[[], None], list[Tensor]]:
+        """(a forward and a backward, their results)."""
+        embeds, results = x.to(dtype).requires_grad_(), list[Tensor]()
+
+        def run() -> None:
+            embeds.grad = None
+            block.zero_grad(set_to_none=True)
+            y = block(inputs_embeds=embeds, use_cache=False).last_hidden_state
+            y.backward(dy.to(dtype))
+            results[:] = [y.detach(), embeds.grad]  # type: ignore[list-item]
+
+        run()
+        return run, results
+
+    exact = [result.double() for result in of_block(peer("", torch.float32), torch.float32)[1]]
+    fastest: dict[str, float] = {}
+    of_bf16: list[float] = []
+    for side, names in (("transformers", PEERS), ("ligermodels", ("bf16", *RECIPES))):
+        for name in (name for name in names if name in options.baselines):
+            if name.startswith("torchao") and (options.dry or importlib.util.find_spec("torchao") is None):
+                continue
+            run, results = of_block(peer(name, torch.bfloat16) if side == "transformers" else ours(name))
+            errors = [
+                ((result.double() - right).norm() / right.norm()).item()
+                for result, right in zip(results, exact, strict=True)
+            ]
+            of_bf16 = of_bf16 or errors
+            error = max(one / other for one, other in zip(errors, of_bf16, strict=True))
+            row: dict[str, Any] = {"side": side, "baseline": name, "error / bf16's": error}
+            if not error <= (BF16_FACTOR if name == "bf16" else FP8_FACTOR):
+                row["note"] = f"errs by {error:.2f} times what transformers in bf16 does"
+                record["red"] += [f"{name}: {row['note']}"] if side == "ligermodels" else []
+            else:
+                row["ms"], _ = milliseconds([run], device)
+                row["of bf16"] = fastest.setdefault(side, row["ms"]) / row["ms"]
+            record["block"].append(row)
+            harness.announce(row)
+            del run
+            torch.compiler.reset()
+            harness.free(device)
+
+
+def to_torchao(layers: nn.Module, name: str, **changes: Any) -> None:
+    """torchao's float8 training of the linear modules in `layers`, by the recipe in the name of a baseline."""
+    float8 = importlib.import_module("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name(name.removeprefix("torchao "))
+    float8.convert_to_float8_training(layers, config=dataclasses.replace(config, **changes))
+
+
 def layer_of(name: str, weight: Tensor) -> Any:
     """The layer of a baseline, with this weight."""
     n, k = weight.shape
@@ -97,10 +187,9 @@ def layer_of(name: str, weight: Tensor) -> Any:
     if name in RECIPES:
         return FP8Linear.from_linear(linear, RECIPES[name])
     if name.startswith("torchao "):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        config = Float8LinearConfig.from_recipe_name(name.removeprefix("torchao "))  # type: ignore[arg-type]
-        return torch.compile(convert_to_float8_training(nn.Sequential(linear), config=config), dynamic=False)
+        layers = nn.Sequential(linear)
+        to_torchao(layers, name)
+        return torch.compile(layers, dynamic=False)
     return linear
 
 
@@ -181,10 +270,7 @@ def cosines(source: str, names: Sequence[str], device: str) -> list[dict[str, An
         recipe = name if name in RECIPES else None
         model = ligermodels.load(source, dtype=dtype, device=device, fp8=recipe, progress=False).train()
         if name.startswith("torchao "):
-            float8 = importlib.import_module("torchao.float8")
-            config = float8.Float8LinearConfig.from_recipe_name(name.removeprefix("torchao "))
-            config = dataclasses.replace(config, emulate=device == "cpu")
-            float8.convert_to_float8_training(model.decoder.layers, config=config)
+            to_torchao(model.decoder.layers, name, emulate=device == "cpu")
         loss = model(rows, labels=rows).loss
         loss.backward()
         return loss.item(), {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}

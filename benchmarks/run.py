@@ -70,6 +70,7 @@ RECORDS = {
     "rollout": "decode --models llama-3.2-1b --rollout 64x8x128+256",
     "quantized-rows": "quantized --rows 8,16,64",
     "fp8": "fp8",
+    "fp8-block": "fp8 --block",
     "fp8-curves": "fp8_curves --hidden 768 --processes 3",
     "kernels-attention-512": "kernels --ops attention_512",
     "kernels-attention-sinks": "kernels --ops attention_sinks,attention_no_sinks",

@@ -187,6 +187,22 @@ def test_layers_in_fp8_are_measured_unless_their_error_is_not_that_of_fp8(run, m
     assert not any("ms" in row for row in record["layers"] if row["baseline"] == "rowwise")
 
 
+def test_a_block_in_fp8_is_measured_beside_transformers_unless_it_is_another_block(run, monkeypatch):
+    options = ["--block", "--baselines", "bf16,rowwise"]
+    code, record, _ = run(fp8, *options)
+    sides = [(row["side"], row["baseline"]) for row in record["block"]]
+    assert code == 0 and sides == [("transformers", "bf16"), ("ligermodels", "bf16"), ("ligermodels", "rowwise")]
+    assert all(row["ms"] > 0 and row["of bf16"] > 0 for row in record["block"])
+    monkeypatch.setitem(MODELS["llama-3.1-8b"].tiny, "rms_norm_eps", 0.1)  # of both
+    assert run(fp8, *options)[0] == 0
+    load = torch.nn.Module.load_state_dict
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", lambda module, state, *rest, **named: load(
+        module, {name: x * (0.5 if "down_proj" in name and "ligermodels" in type(module).__module__ else 1)
+                 for name, x in state.items()}, *rest, **named))  # fmt: skip
+    code, record, printed = run(fp8, *options)
+    assert code == 1 and "RED: bf16: errs by" in printed and "ms" not in record["block"][1]
+
+
 @slow
 def test_curves_in_fp8_are_compared_with_those_of_bf16(run, tmp_path):
     pytest.importorskip("matplotlib")
