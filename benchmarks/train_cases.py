@@ -274,8 +274,8 @@ CASES: dict[str, Case] = {
     ),
     "llama-8b-qlora": Case(
         "llama-3.1-8b", 1, 2048, "none",
-        ("ligermodels+nf4", "ligermodels+nf4:block", "hf+nf4", "hf+liger+nf4", "hf+liger+nf4:block", "unsloth+nf4",
-         "unsloth+nf4:block"),
+        ("ligermodels+nf4", "ligermodels+nf4+captured", "ligermodels+nf4:block", "hf+nf4", "hf+liger+nf4",
+         "hf+liger+nf4:block", "unsloth+nf4", "unsloth+nf4:block"),
     ),
     "llama-8b-fp8": Case(
         "llama-3.1-8b", 4, 4096, "none",
