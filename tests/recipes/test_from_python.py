@@ -249,7 +249,8 @@ def test_a_run_in_a_notebook(home, tmp_path, capsys, monkeypatch):
     """One output that is drawn again; no line of progress, and nothing on stderr, which notebooks paint red."""
     shell = Shell()
     display = SimpleNamespace(HTML=str, display=shell.display)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell, display=display))
+    ipython = SimpleNamespace(get_ipython=lambda: shell, display=display, version_info=(9, 0))  # matplotlib reads it
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     how = dict(model=home / "model", data=ROWS, output_dir=tmp_path / "out", eval_share=0.3, eval_steps=1, **FEW)
     _, lines = train("sft", **how)
