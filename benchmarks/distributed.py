@@ -16,7 +16,6 @@ import argparse
 import faulthandler
 import hashlib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import ligermodels
 from benchmarks import harness
 from benchmarks.harness import Record, Row, covered
-from benchmarks.train_cases import MODELS, Model, changed, theirs
+from benchmarks.train_cases import MODELS, Model, changed, theirs, whole_and_layers
 from ligermodels.checkpoint import weights
 from ligermodels.parallel import make_mesh
 from ligermodels.training import AdamW
@@ -198,13 +197,13 @@ def work(job: dict[str, Any]) -> Row:
 
 def model_of(name: str) -> tuple[Model, dict[str, Any]]:
     """(a model of NAMES, its config.json)."""
-    whole, layers = re.fullmatch(r"(.*?)(?:-(\d+)-layers)?", name).groups()  # type: ignore[union-attr]
+    whole, layers = whole_and_layers(name)
     model = MODELS[whole]
     if layers is None:
         return model, model.config
-    changes: dict[str, Any] = {"num_hidden_layers": int(layers)}
+    changes: dict[str, Any] = {"num_hidden_layers": layers}
     if "layer_types" in model.config:
-        changes["layer_types"] = model.config["layer_types"][: int(layers)]
+        changes["layer_types"] = model.config["layer_types"][:layers]
     return model, changed(model.config, changes)
 
 

@@ -4,6 +4,7 @@ A case compares baselines on one model, batch size, sequence length, recomputati
 change the last two: see `benchmarks.train_step --help`.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +83,12 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     """A copy of config with `changes`, dict by dict."""
     nested = {name: changed(config[name], value) for name, value in changes.items() if isinstance(value, Mapping)}
     return {**config, **changes, **nested}
+
+
+def whole_and_layers(name: str) -> tuple[str, int | None]:
+    """("qwen3-30b-a3b", 6) of "qwen3-30b-a3b-6-layers", the first layers of a model; (name, None) of a whole one."""
+    whole, layers = re.fullmatch(r"(.*?)(?:-(\d+)-layers)?", name).groups()  # type: ignore[union-attr]
+    return whole, None if layers is None else int(layers)
 
 
 def _periods(windows: int, layers: int) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import distributed
 from benchmarks.harness import PACKAGES, ROOT
-from benchmarks.train_cases import CASES, MODELS
+from benchmarks.train_cases import CASES, MODELS, whole_and_layers
 from benchmarks.train_step import FP8, TORCHAO
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -100,9 +100,7 @@ class Measurement:
     @property
     def family(self) -> str:
         """The model_type of the card that shows it."""
-        if self.model in MODELS:
-            return MODELS[self.model].config["model_type"]
-        whole = re.sub(r"-\d+-layers$", "", self.model)
+        whole, _ = whole_and_layers(self.model)
         if whole in MODELS:
             return MODELS[whole].config["model_type"]
         if (start := self.model.split("-")[0]) in FAMILY_OF:

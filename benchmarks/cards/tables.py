@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.cards.records import RECOMPUTED, Measurement, Record
-from benchmarks.train_cases import MODELS
+from benchmarks.train_cases import MODELS, whole_and_layers
 
 PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4}
 """bf16, dense, of the SXM modules. Source: NVIDIA's datasheets of H100 and H200."""
@@ -123,7 +123,7 @@ def _natural(text: str) -> tuple[tuple[float, str], ...]:
 
 def model_name(name: str) -> str:
     """As it is written by those who released it: "qwen3-30b-a3b-2-layers" -> "Qwen3-30B-A3B (2 of 48 blocks)"."""
-    whole, layers = re.fullmatch(r"(.*?)(?:-(\d+)-layers)?", name).groups()  # type: ignore[union-attr]
+    whole, layers = whole_and_layers(name)
     parts = [_NAMES.get(part) or (part.upper() if re.fullmatch(r"[ae]?[\d.]+[bm]", part) else part) for part in
              whole.split("-")]  # fmt: skip
     first = parts[0] if whole.startswith("gpt-oss") else parts[0][:1].upper() + parts[0][1:]
