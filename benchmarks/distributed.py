@@ -230,7 +230,8 @@ def _train(
 
     loss = model(input_ids=first_ids, labels=first_ids).loss
     loss.backward()
-    norms: list[Any] = [p.grad.norm() for p in model.parameters()]  # of other meshes, where experts are spread
+    # In fp32, since an ulp of a norm in bf16 is more than TOLERANCE. Experts that are spread are on another mesh.
+    norms: list[Any] = [p.grad.float().norm() for p in model.parameters()]
     norm = torch.stack([norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]).norm()
     first = loss.detach().clone()
     if not is_ours:  # FSDP's loss is that of the rank, ours that of all
