@@ -14,6 +14,7 @@ measures saving and loading on several GPUs.
 
 import argparse
 import faulthandler
+import fnmatch
 import hashlib
 import os
 import sys
@@ -109,18 +110,21 @@ TOLERANCE = 2e-3  # of loss and gradient norm: bf16 forwards of the same weights
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
+    parser.add_argument("--cases", nargs="*", default=["*"], metavar="CASE", help="or patterns, as in '8B *'")
     parser.add_argument("--trace", action="store_true", help="measure exposed communication")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a side of a case may take")
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
     record |= {"gpus": options.gpus, "rows": [], "red": []}
-    peers = [case for case in options.cases if CASES[case].get("peer")]
-    found = {"ligermodels": options.cases, "hf+liger": peers}
+    if unknown := [pattern for pattern in options.cases if not fnmatch.filter(CASES, pattern)]:
+        raise ValueError(f"no case is called {', '.join(unknown)}; known: {', '.join(CASES)}")
+    chosen = list(dict.fromkeys(case for pattern in options.cases for case in fnmatch.filter(CASES, pattern)))
+    peers = [case for case in chosen if CASES[case].get("peer")]
+    found = {"ligermodels": chosen, "hf+liger": peers}
     sides = {side: side_of(side, cases, options) for side, cases in found.items()}
     firsts: dict[tuple[Any, ...], Row] = {}
-    for case in options.cases:
+    for case in chosen:
         rows = [{"case": case, "side": side, **found[case]} for side, found in sides.items() if case in found]
         like = firsts.setdefault(same_step(case), rows[0])
         if why := disagreement(*rows) or disagreement(rows[0], like):

@@ -31,7 +31,9 @@ from benchmarks import harness
 
 _RAM = "--scratch /dev/shm"
 RECORDS = {
-    "distributed": "distributed --trace",
+    "distributed": "distributed --trace --cases '8B *' '1B *' '*70B *'",
+    "distributed-mixtures": "distributed --trace --cases '*30B-A3B *' 'gpt-oss-20b *' 'Gemma-4-31B *'",
+    "distributed-long": "distributed --cases '*Qwen3*'",
     "load-llama-70b": f"load --model llama-3.1-70b {_RAM} --loaders ligermodels --runs 1",
     "step-llama-1b": f"train_step --case llama-1b,llama-1b-small {_RAM}",
     "step-llama-1b-longest": f"train_step --case llama-1b --longest 24 --recompute block --timeout 260 {_RAM}",
@@ -79,7 +81,7 @@ RECORDS = {
     "load-warm": f"load {_RAM}",
 }
 """{name: a benchmark of this package and its options}."""
-SEVERAL_GPUS = ("distributed", "load-llama-70b")
+SEVERAL_GPUS = ("distributed", "distributed-mixtures", "distributed-long", "load-llama-70b")
 
 
 def chosen(patterns: Sequence[str]) -> list[str]:
