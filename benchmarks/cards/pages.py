@@ -360,7 +360,7 @@ MFU: the FLOPs that a step needs (recomputation does not count) over those of th
 TFLOP/s dense, of dense models whose layers attend to all tokens. The peers use torch's fused AdamW, ours its own where
 a card says so: in the backward it needs no memory for gradients. Gemma 2 runs on eager attention in transformers, since
 sdpa has no softcap. LoRA has rank 16 on all projections; PEFT runs as TRL runs it. Steps of QLoRA over 1 x 2048 tokens
-wait for the host, and their two rows are from different hosts.
+wait for the host, and their two rows are from different calls.
 """,
     "command": """
 `ligermodels train sft` beside TRL's SFTTrainer with packing, on rows of 200 tokens on average. TRL's model attended by

@@ -167,7 +167,7 @@ class Experts(Adaptable):
             LinearOperand(*(None if t is None else local_shard(t, ep) for t in self.operand(name)[:2]))
             for name in self.stacked
         )
-        tokens, longest = len(x), ep.largest(len(x), x.device)
+        tokens, longest = len(x), ep.largest(len(x))
         weights = ep.all_gather(_padded(weights, longest), 0)
         experts = ep.all_gather(F.pad(experts.int(), (0, 0, 0, longest - tokens), value=self.num_experts), 0)
         gather = functools.partial(_gather_rows, longest, ep)

@@ -88,9 +88,9 @@ class MeshGroup:
         """This rank's shard of x, which is the same on all ranks. Backward: gradients are all-gathered."""
         return _Collective.apply(x, lambda x: self.shard(x, dim).contiguous(), lambda dy: _all_gather(dy, self, dim))
 
-    def largest(self, number: int, device: torch.device) -> int:
-        """The largest number of any rank. The host waits for it. device: of the collective."""
-        result = torch.tensor(number, device=device)
+    def largest(self, number: int) -> int:
+        """The largest number of any rank. The host waits for it."""
+        result = torch.tensor(number, device=self.mesh.device_type)
         dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self.group)
         return int(result.item())
 

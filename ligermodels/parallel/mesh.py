@@ -51,8 +51,8 @@ def make_mesh(
 class Parallel:
     """How a model is spread over the ranks of a mesh; `model.parallel` after `parallelize`.
 
-    mesh: as given. fsdp: the mesh of FSDP, 1-D (dp_shard, ep and cp together) or 2-D with dp_replicate; experts_fsdp:
-    that of experts, without ep, which splits them by number. data: the ranks among which all tokens of a batch are
+    mesh: as given. fsdp: the mesh of FSDP, 1-D (dp_shard with ep or cp) or 2-D with dp_replicate; experts_fsdp: that of
+    experts under ep, which splits them by number: without it. data: the ranks among which all tokens of a batch are
     spread. ep, cp, tp: those of expert, context and tensor parallel; None without.
     """
 
@@ -76,15 +76,15 @@ class Parallel:
         )
         if self.ep is not None and max(sizes.get("cp", 1), sizes.get("tp", 1)) > 1:
             raise InputError("a mesh with ep > 1 has cp=1 and tp=1: experts are spread over ranks with other batches")
-        joined = ("dp_shard", *(name for name, group in (("ep", self.ep), ("cp", self.cp)) if group is not None))
+        other = "ep" if self.ep is not None else "cp" if self.cp is not None else None
         # torch has no public name for joining dims; torchtitan calls this one too.
-        self.fsdp = data = mesh["dp_shard"] if len(joined) == 1 else mesh[joined]._flatten("fsdp")
-        self.experts_fsdp = mesh["dp_shard"] if self.ep is not None else self.fsdp
+        self.fsdp = data = mesh["dp_shard"] if other is None else mesh["dp_shard", other]._flatten("fsdp")
+        self.experts_fsdp = mesh["dp_shard"]
         if sizes.get("dp_replicate", 1) > 1:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a later way to combine dims, which torch 2.11 does not have
-                self.fsdp = mesh["dp_replicate", "dp_shard" if len(joined) == 1 else "fsdp"]
-                self.experts_fsdp = self.fsdp if self.ep is None else mesh["dp_replicate", "dp_shard"]
+                self.fsdp = mesh["dp_replicate", "dp_shard" if other is None else "fsdp"]
+                self.experts_fsdp = mesh["dp_replicate", "dp_shard"]
             data = self.fsdp._flatten("data")
         self.data = MeshGroup(data)
 

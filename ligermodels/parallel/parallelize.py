@@ -29,7 +29,7 @@ def parallelize(
 ) -> nn.Module:
     """Spreads a model, which may be on the meta device, over the ranks of `mesh`, in place; returns it.
 
-    mesh: dimensions out of dp_replicate, dp_shard, cp and tp, as `make_mesh` makes them.
+    mesh: dimensions out of dp_replicate, dp_shard, ep, cp and tp, as `make_mesh` makes them.
 
     - dp_shard: FSDP2 shards parameters, gradients and optimizer states; cp ranks join in. dp_replicate: copies of that.
     - ep: the experts of mixtures are split by number over ranks that have batches of their own: each gets the tokens of
@@ -128,8 +128,8 @@ def _shard_data(
     reduce_dtype: torch.dtype | None,
     reshard_after_forward: bool | int,
 ) -> None:
-    """FSDP2 over a group for each layer with `keep_fp32`, one for each block, one for final norm and head, and one for
-    the rest."""
+    """FSDP2 over a group for each layer with `keep_fp32`, under ep one for each layer of experts, one for each block,
+    one for final norm and head, and one for the rest."""
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     for layer in reversed(fp32_layers(model).values()):  # those inside of others first
         if layer._parameters:  # whole until the backward: they are small, and its forward may return them
