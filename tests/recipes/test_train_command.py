@@ -95,7 +95,10 @@ OTHERS = {  # class, changes of the home's config, what is added to the model, o
     "mtp": (Qwen3_5, HYBRID, add_mtp, ("--mtp-loss-weight", "0.3"), check_mtp),
     "experts": (Mixtral, MIXTRAL, lambda model: None, ("--lora-r", "4", "--lora-target-parameters",
                 "experts.gate_up_proj,experts.down_proj", "--merge"), check_experts),
+    "expert parallel": (Mixtral, MIXTRAL, lambda model: None, (), lambda folder, out: None),
 }  # fmt: skip
+ON_TWO = {"expert parallel": ("--ep", "2")}
+"""Further options of the run of two processes."""
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -109,11 +112,16 @@ def test_other_architectures_on_one_process_and_on_two(home, tmp_path, name):
     model.save_pretrained(folder)
     one, two = tmp_path / "one", tmp_path / "two"
     assert train(home, one, *FEW, *flags, model=folder) == 0
-    on_two(tmp_path, lambda: train(home, two, *FEW, *flags, model=folder))
+    on_two(tmp_path, lambda: train(home, two, *FEW, *flags, *ON_TWO.get(name, ()), model=folder))
     check_same(two, one)
     assert metrics(one)[5] < metrics(one)[1]
     for out in (one, two):
         check(folder, out)
+
+
+def test_experts_are_not_spread_where_there_are_none(home, tmp_path, capfd):
+    on_two(tmp_path, lambda: train(home, tmp_path / "out", *FEW, "--ep", "2") - 3)
+    assert "ep=2 is for mixtures, and Llama has no experts: use dp_shard" in capfd.readouterr().err
 
 
 def test_runs_of_one_and_two_processes_resume_each_other(home, tmp_path):
