@@ -287,7 +287,7 @@ CASES: dict[str, Case] = {
     "llama-8b-fp8": Case(
         "llama-3.1-8b", 4, 4096, "none",
         (*(f"ligermodels+adamw+in_backward{kind}" for kind in ("", "+rowwise", "+tensorwise", "+rowwise_bf16_dw")),
-         *(f"hf+compile{kind}:block" for kind in ("", "+ao_rowwise", "+ao_tensorwise"))),
+         *(f"hf+compile_blocks{kind}:block" for kind in ("", "+ao_rowwise", "+ao_tensorwise"))),
     ),
     "llama-8b-fp8-lora": Case(
         "llama-3.1-8b", 4, 4096, "none",

@@ -9,10 +9,11 @@
 A baseline is `ligermodels` with any of +adamw (our AdamW in place of torch's), +in_backward (our AdamW, stepping in the
 backward), +8bit_moments (of our AdamW), +captured (the step is one CUDA graph), +in_place (micro-batches add to the
 gradients in the GEMM), +offload (what is saved for backward goes to the host), and +rowwise, +tensorwise or
-+rowwise_bf16_dw (products in FP8 by that recipe), or `hf`, which is transformers, with any of +liger, +compile, and
-+ao_rowwise, +ao_tensorwise or +ao_rowwise_with_gw_hp (torchao's FP8); with +flex its attention is flex_attention. Its
-gated delta rule is PyTorch's, or with +fla that of fla in Triton, with +tilelang in Triton and TileLang, with +flashqla
-FlashQLA's. Or it is `unsloth`, with its own recomputation, `unsloth:block`, whose inputs go to the host with
++rowwise_bf16_dw (products in FP8 by that recipe), or `hf`, which is transformers, with any of +liger, +compile (the
+whole model) or +compile_blocks (each block and the loss, so that one block is compiled), and +ao_rowwise,
++ao_tensorwise or +ao_rowwise_with_gw_hp (torchao's FP8); with +flex its attention is flex_attention. Its gated delta
+rule is PyTorch's, or with +fla that of fla in Triton, with +tilelang in Triton and TileLang, with +flashqla FlashQLA's.
+Or it is `unsloth`, with its own recomputation, `unsloth:block`, whose inputs go to the host with
 `unsloth+offload:block`; see benchmarks/train_unsloth.py.
 
 Each takes +lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the same on a model in 4 bits
@@ -67,10 +68,10 @@ where the inputs of a bf16 product are exact: 1.4 times that; and a quarter more
 DELTA_RULES = ("fla", "tilelang", "flashqla")
 OPTIONS = {
     "ligermodels": ("adamw", "in_backward", "8bit_moments", "captured", "in_place", "offload", "peft", *FP8, *ADAPTERS),
-    "hf": ("liger", "compile", "flex", *TORCHAO, *DELTA_RULES, "lora", "nf4"),
+    "hf": ("liger", "compile", "compile_blocks", "flex", *TORCHAO, *DELTA_RULES, "lora", "nf4"),
     "unsloth": ("offload", "lora", "nf4"),
 }
-NEEDS_GPU = {"unsloth", "liger", "compile", "flex", "captured", *TORCHAO, *DELTA_RULES}
+NEEDS_GPU = {"unsloth", "liger", "compile", "compile_blocks", "flex", "captured", *TORCHAO, *DELTA_RULES}
 EXPERTS = "gate_up_proj", "down_proj"
 """Stacked weights of `mlp.experts` in transformers, to which PEFT adds adapters too."""
 UNSCALED = ("gemma4_text",)
@@ -349,6 +350,10 @@ def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Mod
                 parameter.data = parameter.data.bfloat16()
     if "compile" in baseline.options:
         model.compile(dynamic=False)
+    if "compile_blocks" in baseline.options:
+        for block in model.model.layers:
+            block.compile(dynamic=False)
+        model.loss_function = torch.compile(model.loss_function, dynamic=False)
     return model
 
 
