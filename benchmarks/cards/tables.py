@@ -24,7 +24,8 @@ _OPTIONS = {
 }  # fmt: skip
 _PEERS = {
     "hf": "transformers", "trl": "TRL", "unsloth": "unsloth", "liger": "Liger", "flex": "flex_attention", "fla": "fla",
-    "tilelang": "fla's TileLang", "flashqla": "FlashQLA", "compile": "torch.compile", "lora": "PEFT",
+    "tilelang": "fla's TileLang", "flashqla": "FlashQLA", "compile": "torch.compile",
+    "compile_blocks": "torch.compile by blocks", "lora": "PEFT",
     "nf4": "PEFT in 4 bits", "ao_rowwise": "torchao, scales of rows", "ao_tensorwise": "torchao, scales of tensors",
     "ao_rowwise_with_gw_hp": "torchao, scales of rows, dW in bf16",
 }  # fmt: skip
