@@ -17,7 +17,8 @@ _EPILOG = """\
 examples:
   ligermodels plan meta-llama/Llama-3.1-8B --gpus 8..1024
   ligermodels plan Qwen/Qwen3-32B --gpus 8,16 --gpu h100 --max-length 32768
-  ligermodels plan meta-llama/Llama-3.1-70B --gpus 1,2 --lora-r 16 --quantize nf4
+  ligermodels plan Qwen/Qwen3-235B-A22B --gpus 16..64 --ep 8
+  ligermodels plan meta-llama/Llama-3.1-70B --gpus 1 --lora-r 16 --quantize nf4
 """
 
 
@@ -39,7 +40,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     option("--activations", choices=("auto", "none", "mlp", "block"), default="auto", help="as in train (auto)")
     option("--lora-r", type=int, default=0, metavar="N", help="train LoRA adapters of this rank; 0: all weights (0)")
     option("--quantize", choices=("none", "nf4"), default="none", help="frozen weights in 4 bits, with --lora-r")
-    for name in ("dp-replicate", "cp", "tp"):
+    for name in ("dp-replicate", "ep", "cp", "tp"):
         option(f"--{name}", type=int, metavar="N", help="only meshes with this size; default: what is fastest")
     option("--memory", type=float, metavar="GiB", help="free memory of a GPU (that of --gpu)")
     option("--tflops", type=float, metavar="X", help="TFLOP/s of matmuls in a real step (that of --gpu)")
@@ -51,6 +52,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     counts = _counts(args.gpus)
+    if args.quantize != "none" and counts[-1] > 1:
+        raise UsageError(f"--quantize {args.quantize} trains on one GPU, since such weights are not sharded: --gpus 1")
     from ligermodels.checkpoint import hub
     from ligermodels.recipes import options_of, scale
     from ligermodels.recipes.memory import Sizes, gib
@@ -65,7 +68,7 @@ def _plan(args: argparse.Namespace) -> int:
         )  # fmt: skip
     model = sketch(hub.resolve(args.model, weights=False))
     sizes = Sizes.of(model, options)
-    asked = {name: size for name in ("dp_replicate", "cp", "tp") if (size := getattr(args, name)) is not None}
+    asked = {name: size for name in ("dp_replicate", "ep", "cp", "tp") if (size := getattr(args, name)) is not None}
     print(
         f"{args.model}: {type(model).__name__}, {sizes.parameters:,} parameters, {sizes.trained:,} trained; a forward "
         f"of {options.batch_tokens:,} tokens, rows of {options.max_length:,}"

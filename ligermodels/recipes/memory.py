@@ -8,6 +8,7 @@ The peak is the larger of two moments (docs/distributed.md):
 s: bytes of weight, gradient and optimizer state per trained parameter. g: those of the gradient alone.
 P: parameters. N: GPUs that share them. h, b: parameters of the head and of a block, divided by tp. On one GPU, which
 gathers nothing, 8 h is 4 h, a gradient of the head in fp32, and 10 b is 0.
+Of b under expert parallelism, a rank gathers 1 / ep of the experts, and none where dp_shard is 1 and nothing is cast.
 L: blocks. t: tokens of a forward. a: bytes that a block saves per token (training/recompute.py).
 r: with activation checkpointing of whole blocks, the bytes that the largest block saves while it is run again.
 w: a chunk of logits (kernels/loss/linear_cross_entropy.py).
@@ -48,10 +49,10 @@ class Sizes:
     """Counts of a model's parameters, and the elements that a block saves per token: the mean of its blocks, and under
     "again" those of the block that saves most.
 
-    block: of the largest block. layers: of all blocks. stacked: of the experts among them. unpacked: those of a block
-    that are in 16 bits at once where all are in 4. tied: head and embedding are one parameter. frozen: elements of
-    another model and of KV caches, in 16 bits (on the CPU in 32). heads: Medusa heads, trained in the dtype of the
-    weights. matrices: what Muon trains. eight_bits: what has moments in 8 bits.
+    block: of the largest block. experts: of the experts of the block with most. layers: of all blocks. stacked: of all
+    experts. unpacked: those of a block that are in 16 bits at once where all are in 4. tied: head and embedding are one
+    parameter. frozen: elements of another model and of KV caches, in 16 bits (on the CPU in 32). heads: Medusa heads,
+    trained in the dtype of the weights. matrices: what Muon trains. eight_bits: what has moments in 8 bits.
     not_counted: classes of modules in the blocks that save something for the backward, and do not say how much.
     """
 
@@ -64,6 +65,7 @@ class Sizes:
     vocab: int = 0
     layers: int = 0
     stacked: int = 0
+    experts: int = 0
     unpacked: int = 0
     tied: bool = False
     frozen: int = 0
@@ -80,13 +82,15 @@ class Sizes:
         inside = {p: [saved_per_token(block, p) for block in blocks] for p in ("none", "mlp")}
         saved = {p: sum(counts) // len(blocks) for p, counts in inside.items()}
         parameters, sizes = count(model), [count(block) for block in blocks]
+        experts = [sum(weight.numel() for weight in stacked(block)) for block in blocks]
         return cls(
             parameters=parameters,
             trained=adapter_parameters(model, options) if options.lora_r else count(model, trained=True),
             head=config.vocab_size * config.hidden_size,
             block=max(sizes),
             blocks=len(blocks) + (model.mtp is not None),
-            stacked=sum(weight.numel() for block in blocks for weight in stacked(block)),
+            stacked=sum(experts),
+            experts=max(experts),
             layers=sum(sizes) + (0 if model.mtp is None else max(sizes)),
             vocab=config.vocab_size,
             matrices=sum(weight.numel() for weight in matrices_of(model)) if options.optim == "muon" else 0,
@@ -168,7 +172,9 @@ def estimate(
     saved = sizes.blocks * tokens * sizes.saved[activations] * element
     if activations == "block":
         saved += tokens * sizes.saved["again"] * element
-    head, block = sizes.head // options.tp, sizes.block // options.tp
+    spread = options.ep * options.cp * options.tp == gpus and precision != "fp32"  # no other rank has these experts
+    experts = sizes.experts if options.ep == 1 else 0 if spread else sizes.experts // options.ep
+    head, block = sizes.head // options.tp, (sizes.block - sizes.experts + experts) // options.tp
     saved += min(tokens, max(2048, 2**29 // (element * sizes.vocab or 1))) * sizes.vocab * element // options.tp
     saved += 2 * sizes.unpacked if packed else 0
     if gpus > 1:

@@ -6,8 +6,10 @@ A step is one forward and backward of `batch_tokens` on each group of ranks that
     FSDP:      (F - 1) / F of the bytes of a block, gathered before its forward and its backward, and of its gradients
                (fp32), reduced after its backward. Beside the compute of another block, only the rest is exposed; the
                first gather and the last reduction are exposed whole. Compute is slower by the copies to and from their
-               buffers, 16 bytes a parameter, and by a tenth of their time, since they take multiprocessors.
+               buffers, 16 bytes a parameter, and by 15 % of their time, since they take multiprocessors.
     replicas:  an all-reduce of this rank's gradients, which only the backward of the same block hides.
+    ep:        per layer of experts 3 gathers and 2 reductions of the other ranks' [tokens, hidden] in 16 bits, and one
+               more of each where the block is recomputed. All exposed. FSDP gathers a rank's experts over dp_shard.
     tp:        per block 4 gathers and 4 reductions of [batch tokens, hidden] in 16 bits. All exposed.
     cp:        per block an all-to-all of q, k, v and the output, forward and backward. All exposed.
 
@@ -29,7 +31,8 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.layers.base import Layer
-from ligermodels.layers.moe import mixtures_of
+from ligermodels.layers.moe import all_experts
+from ligermodels.parallel.experts import check_experts
 from ligermodels.parallel.tensor import check_context, check_tensor
 from ligermodels.processes import Processes
 from ligermodels.recipes import memory
@@ -42,6 +45,8 @@ _RECOMPUTED = {"none": 0.0, "mlp": 0.15, "block": 1 / 3}
 
 _SMALL_HEADS = 0.8
 """What attention reaches with heads of 64 dims, of what it reaches with 128."""
+_EXPERTS = 0.7
+"""What the matmuls of experts reach, with the sort of their rows, of what dense ones reach."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +76,16 @@ HARDWARE = {
 class Mesh(NamedTuple):
     """The sizes of a mesh's dimensions, as `make_mesh` names them."""
 
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
 
     @property
     def shards(self) -> int:
-        """The number of ranks that share the parameters by FSDP."""
-        return self.dp_shard * self.cp
+        """The number of ranks that share the parameters by FSDP, and experts by number."""
+        return self.dp_shard * self.ep * self.cp
 
     def __str__(self) -> str:
         parts = [f"{name} {size}" for name, size in zip(self._fields, self, strict=True) if size > 1]
@@ -108,48 +114,53 @@ class Step:
         return self.tokens / self.seconds
 
 
-def flops_per_token(sketch: Any, options: TrainOptions) -> tuple[float, float]:
-    """FLOP of a token's forward and backward, without recomputation, in matmuls and in causal attention over rows of
-    `max_length`. A matmul has 6 for each weight that the token meets, 4 where it is frozen.
+def flops_per_token(sketch: Any, options: TrainOptions) -> tuple[float, float, float]:
+    """FLOP of a token's forward and backward, without recomputation, in dense matmuls, in those of experts, and in
+    causal attention over rows of `max_length`. A matmul has 6 for each weight that the token meets, 4 where it is
+    frozen.
 
     Of experts, a token meets the chosen ones. An embedding is read, not multiplied. The scans of recurrent layers are
     not counted, and attention within a window is counted as if it saw the whole row.
     """
     config = sketch.config.get_text_config()
-    experts = [mixture.experts for mixture in mixtures_of(sketch)]
-    stacked = sum(memory.count(module) for module in experts)
-    chosen = sum(memory.count(module) * config.num_experts_per_tok // module.num_experts for module in experts)
-    blocks = memory.count(sketch.decoder.layers)
-    met = blocks - stacked + chosen + config.vocab_size * config.hidden_size
+    experts, top_k = all_experts(sketch), max(getattr(module, "top_k", 0) for module in sketch.decoder.modules())
+    chosen = sum(memory.count(module) * top_k // module.num_experts for module in experts)
+    blocks = memory.count(sketch.decoder.layers) - sum(memory.count(module) for module in experts)
     heads = [layer.heads[0] for layer in sketch.decoder.modules() if isinstance(layer, Layer) and layer.heads]
     attention = 6 * sum(heads) * config.head_dim * (options.max_length or 0)
-    return (4.0 if options.lora_r else 6.0) * met, float(attention)
+    each = 4.0 if options.lora_r else 6.0
+    return each * (blocks + config.vocab_size * config.hidden_size), each * chosen, float(attention)
 
 
 def meshes(sketch: Any, gpus: int, hardware: Hardware) -> Iterator[Mesh]:
-    """The meshes of so many GPUs that fit the model's layers: FSDP over all or over a node, tp within a node, cp."""
-    for tp, cp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
-        if gpus % (tp * cp) or tp > hardware.gpus_per_node:
+    """The meshes of so many GPUs that fit the model's layers: FSDP over all or over a node, ep or tp within a node,
+    cp."""
+    inside, rows = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)
+    for ep, cp, tp in [*itertools.product((1,), rows, inside), *((ep, 1, 1) for ep in inside[1:])]:
+        if gpus % (ep * cp * tp) or max(ep, tp) > hardware.gpus_per_node:
             continue
         try:
+            if ep > 1:
+                check_experts(sketch, ep)
             if tp > 1:
                 check_tensor(sketch, tp)
             if cp > 1:
                 check_context(sketch, cp, tp)
         except InputError:
             continue
-        data = gpus // (tp * cp)
-        nodes = gpus // hardware.gpus_per_node
-        for replicas in {1, nodes} if nodes > 1 and data % nodes == 0 and tp * cp <= hardware.gpus_per_node else {1}:
-            yield Mesh(replicas, data // replicas, cp, tp)
+        data, nodes = gpus // (ep * cp * tp), gpus // hardware.gpus_per_node
+        copies = nodes > 1 and data % nodes == 0 and ep * cp * tp <= hardware.gpus_per_node
+        for replicas in {1, nodes} if copies else {1}:
+            yield Mesh(replicas, data // replicas, ep, cp, tp)
 
 
 def step_on(mesh: Mesh, sketch: Any, sizes: memory.Sizes, options: TrainOptions, hardware: Hardware) -> Step:
     """The step on a mesh, with the precision and the recomputation that fit, or that need the least memory."""
     gpus = mesh.dp_replicate * mesh.shards * mesh.tp
     options = dataclasses.replace(
-        options, dp_replicate=mesh.dp_replicate, cp=mesh.cp, tp=mesh.tp, accumulation=gpus // (mesh.cp * mesh.tp)
-    )
+        options, dp_replicate=mesh.dp_replicate, ep=mesh.ep, cp=mesh.cp, tp=mesh.tp,
+        accumulation=gpus // (mesh.cp * mesh.tp),
+    )  # fmt: skip
     processes = Processes(torch.device("cuda"), size=gpus, ranks_per_batch=mesh.cp * mesh.tp)
     precision, activations = memory.choose(sizes, options, processes, int(hardware.memory))
     options = dataclasses.replace(options, precision=precision, activations=activations)
@@ -157,15 +168,16 @@ def step_on(mesh: Mesh, sketch: Any, sizes: memory.Sizes, options: TrainOptions,
 
     assert options.batch_tokens is not None
     tokens = options.batch_tokens / (mesh.cp * mesh.tp)
-    matmuls, attention = flops_per_token(sketch, options)
+    matmuls, experts, attention = flops_per_token(sketch, options)
+    matmuls += experts / _EXPERTS
     small = _SMALL_HEADS if sketch.config.get_text_config().head_dim < 128 else 1.0
     work = tokens * (matmuls / hardware.flops + attention / (small * hardware.attention))
     forward, backward = work / 3, work * (2 / 3 + _RECOMPUTED[activations])
     update = 2 * sum(need[name] for name in ("weights", "gradients", "optimizer")) / hardware.bandwidth
     sent, slower, exposed = _of_fsdp(mesh, sizes, hardware, forward, backward)
-    for name, size, group in _of_batches(mesh, sketch, tokens, hardware):
-        sent[name] = sizes.blocks * size * 8
-        exposed += sizes.blocks * 8 * (size / _speed(group, hardware) + hardware.latency * group)
+    for name, number, size, group in _of_batches(mesh, sketch, sizes, tokens, activations):
+        sent[name] = number * size
+        exposed += number * (size / _speed(group, hardware) + hardware.latency * group)
     update = 0.0 if options.lora_r else update
     return Step(mesh, options, need, sent, forward + backward + slower + update, exposed, tokens)
 
@@ -180,8 +192,9 @@ def _of_fsdp(
     ranks, blocks = mesh.shards, sizes.blocks
     if ranks * mesh.dp_replicate == 1:
         return {}, 0.0, 0.0
-    share = (ranks - 1) / ranks / mesh.tp
-    gathered, reduced = 2 * share * sizes.parameters, 4 * share * sizes.trained
+    experts = sizes.stacked if sizes.trained > sizes.stacked else 0  # of what is trained
+    moved = _moved(mesh, sizes.parameters, sizes.stacked)
+    gathered, reduced = 2 * moved, 4 * _moved(mesh, sizes.trained, experts)
     everyone = 8 * sizes.trained / (ranks * mesh.tp) * (mesh.dp_replicate - 1) / mesh.dp_replicate
     speed = _speed(ranks * mesh.tp, hardware)  # tp ranks are beside each other, and use the same links
     wait = hardware.latency * ranks
@@ -190,19 +203,31 @@ def _of_fsdp(
         reduce += everyone / blocks / hardware.between + hardware.latency * mesh.dp_replicate
     exposed = gather + reduce
     exposed += max(0.0, blocks * gather - forward) + max(0.0, blocks * (gather + reduce) - backward)
-    slower = 16 * sizes.parameters / mesh.tp / hardware.bandwidth + 0.1 * blocks * (2 * gather + reduce)
+    slower = 16 * moved * ranks / max(1, ranks - 1) / hardware.bandwidth + 0.15 * blocks * (2 * gather + reduce)
     return {"gathers": 2 * gathered, "reductions": reduced, "replicas": everyone}, slower, exposed
 
 
-def _of_batches(mesh: Mesh, sketch: Any, tokens: float, hardware: Hardware) -> Iterator[tuple[str, float, int]]:
-    """(name, bytes, ranks of the group) of one of a block's eight collectives, for ranks that share batches."""
+def _moved(mesh: Mesh, parameters: int, experts: int) -> float:
+    """How many of the parameters a rank gets from others in a gather. `experts` of them are those of experts."""
+    alone = mesh.dp_shard * mesh.cp
+    rest = (mesh.shards - 1) / mesh.shards * (parameters - experts)
+    return (rest + (alone - 1) / alone * experts / mesh.ep) / mesh.tp
+
+
+def _of_batches(
+    mesh: Mesh, sketch: Any, sizes: memory.Sizes, tokens: float, activations: str
+) -> Iterator[tuple[str, int, float, int]]:
+    """(name, number in a step, bytes of one, ranks of the group) of the collectives of activations."""
     config, other = sketch.config.get_text_config(), (mesh.tp - 1) / mesh.tp
+    if mesh.ep > 1:
+        number = len(all_experts(sketch)) * (7 if activations == "block" else 5)
+        yield "expert parallel", number, 2 * tokens * config.hidden_size * (mesh.ep - 1), mesh.ep
     if mesh.tp > 1:
-        yield "tensor parallel", 2 * tokens * mesh.tp * config.hidden_size * other, mesh.tp
+        yield "tensor parallel", 8 * sizes.blocks, 2 * tokens * mesh.tp * config.hidden_size * other, mesh.tp
     if mesh.cp > 1:
         heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
         sides = 2 * tokens * heads * config.head_dim / mesh.tp * (mesh.cp - 1) / mesh.cp
-        yield "context parallel", sides / 4, mesh.cp * mesh.tp
+        yield "context parallel", 8 * sizes.blocks, sides / 4, mesh.cp * mesh.tp
 
 
 def _speed(ranks: int, hardware: Hardware) -> float:
@@ -233,7 +258,7 @@ def best(
         alone = "; ".join(f"{name} {', '.join(map(str, sizes))}" for name, sizes in known.items())
         raise InputError(
             f"no mesh of {gpus} GPUs for {type(sketch).__name__} has {sizes_asked}: the product of all sizes must be "
-            f"{gpus}, and tp and cp must divide the model's heads. Sizes that fit, each alone: {alone}"
+            f"{gpus}, ep must divide its experts, and tp and cp its heads. Sizes that fit, each alone: {alone}"
         )
     steps = [step_on(mesh, sketch, sizes, options, hardware) for mesh in fitted]
     fitting = [step for step in steps if fits(step, hardware)]
