@@ -172,8 +172,9 @@ def estimate(
     saved = sizes.blocks * tokens * sizes.saved[activations] * element
     if activations == "block":
         saved += tokens * sizes.saved["again"] * element
-    spread = options.ep * options.cp * options.tp == gpus and precision != "fp32"  # no other rank has these experts
-    experts = sizes.experts if options.ep == 1 else 0 if spread else sizes.experts // options.ep
+    experts = sizes.experts // options.ep
+    if options.ep == gpus > 1 and precision != "fp32":
+        experts = 0  # no other rank has them, and nothing is cast
     head, block = sizes.head // options.tp, (sizes.block - sizes.experts + experts) // options.tp
     saved += min(tokens, max(2048, 2**29 // (element * sizes.vocab or 1))) * sizes.vocab * element // options.tp
     saved += 2 * sizes.unpacked if packed else 0

@@ -203,7 +203,10 @@ def _of_fsdp(
         reduce += everyone / blocks / hardware.between + hardware.latency * mesh.dp_replicate
     exposed = gather + reduce
     exposed += max(0.0, blocks * gather - forward) + max(0.0, blocks * (gather + reduce) - backward)
-    slower = 16 * moved * ranks / max(1, ranks - 1) / hardware.bandwidth + 0.15 * blocks * (2 * gather + reduce)
+    copied = sizes.parameters
+    if mesh.ep > 1:  # a rank alone with its experts gathers none
+        copied -= sizes.stacked - (sizes.stacked // mesh.ep if mesh.dp_shard > 1 else 0)
+    slower = 16 * copied / mesh.tp / hardware.bandwidth + 0.15 * blocks * (2 * gather + reduce)
     return {"gathers": 2 * gathered, "reductions": reduced, "replicas": everyone}, slower, exposed
 
 
