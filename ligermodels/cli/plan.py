@@ -18,7 +18,7 @@ examples:
   ligermodels plan meta-llama/Llama-3.1-8B --gpus 8..1024
   ligermodels plan Qwen/Qwen3-32B --gpus 8,16 --gpu h100 --max-length 32768
   ligermodels plan Qwen/Qwen3-235B-A22B --gpus 16..64 --ep 8
-  ligermodels plan meta-llama/Llama-3.1-70B --gpus 1 --lora-r 16 --quantize nf4
+  ligermodels plan meta-llama/Llama-3.1-70B --gpus 1,2 --lora-r 16 --quantize nf4
 """
 
 
@@ -52,8 +52,6 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     counts = _counts(args.gpus)
-    if args.quantize != "none" and counts[-1] > 1:
-        raise UsageError(f"--quantize {args.quantize} trains on one GPU, since such weights are not sharded: --gpus 1")
     from ligermodels.checkpoint import hub
     from ligermodels.recipes import options_of, scale
     from ligermodels.recipes.memory import Sizes, gib

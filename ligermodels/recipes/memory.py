@@ -35,6 +35,8 @@ from ligermodels.training.muon import matrices_of
 MARGIN = 0.92
 """The share of the free memory that a plan may use. Fragments and workspaces of libraries take the rest."""
 GIB = 2**30
+NF4_BITS = 4.127
+"""Of a weight in NF4, with its scales."""
 
 # Bytes of weight, gradient and optimizer state per trained parameter.
 _BYTES = {"fp32": (4, 4, 8), "bf16-masters": (2, 2, 6), "bf16": (2, 2, 4)}
@@ -156,7 +158,7 @@ def estimate(
         weight, gradient, state = _BYTES["fp32"]
     frozen = sizes.parameters - (0 if options.lora_r else sizes.trained)
     packed, bits = {
-        "none": (0, 0.0), "nf4": (sizes.layers, 4.127), "mxfp4": (sizes.stacked, 4.25), "fp8": (sizes.layers, 8.02),
+        "none": (0, 0.0), "nf4": (sizes.layers, NF4_BITS), "mxfp4": (sizes.stacked, 4.25), "fp8": (sizes.layers, 8.02),
     }[options.quantize]  # fmt: skip
     element, tokens = (4 if on_cpu else 2), -(-options.batch_tokens // processes.ranks_per_batch)
     weights = weight * sizes.trained + element * sizes.frozen + int(bits / 8 * packed)

@@ -2,11 +2,13 @@
 
 A step is one forward and backward of `batch_tokens` on each group of ranks that share a batch, and the optimizer's.
 
-    compute:   FLOP of matmuls and of attention / the FLOP/s that each reaches in a real step
+    compute:   FLOP of matmuls and of attention / the FLOP/s that each reaches in a real step. Adapters read and write
+               inputs and outputs of their layers four times, and what is in 4 bits is dequantised for each matmul.
     FSDP:      (F - 1) / F of the bytes of a block, gathered before its forward and its backward, and of its gradients
                (fp32), reduced after its backward. Beside the compute of another block, only the rest is exposed; the
                first gather and the last reduction are exposed whole. Compute is slower by the copies to and from their
-               buffers, 16 bytes a parameter, and by 15 % of their time, since they take multiprocessors.
+               buffers, 8 bytes for each parameter and as much for each gradient, and by 15 % of their time, since they
+               take multiprocessors. What is in 4 bits is gathered so.
     replicas:  an all-reduce of this rank's gradients, which only the backward of the same block hides.
     ep:        per layer of experts 3 gathers and 2 reductions of the other ranks' [tokens, hidden] in 16 bits, and one
                more of each where the block is recomputed. All exposed. FSDP gathers a rank's experts over dp_shard.
@@ -21,6 +23,7 @@ Sources: the ring algorithms and their bus bandwidth,
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md; `HARDWARE` is fitted to benchmarks/results.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
@@ -87,6 +90,11 @@ class Mesh(NamedTuple):
         """The number of ranks that share the parameters by FSDP, and experts by number."""
         return self.dp_shard * self.ep * self.cp
 
+    @property
+    def size(self) -> int:
+        """The number of GPUs."""
+        return self.dp_replicate * self.shards * self.tp
+
     def __str__(self) -> str:
         parts = [f"{name} {size}" for name, size in zip(self._fields, self, strict=True) if size > 1]
         return ", ".join(parts) or "one GPU"
@@ -133,11 +141,11 @@ def flops_per_token(sketch: Any, options: TrainOptions) -> tuple[float, float, f
 
 
 def meshes(sketch: Any, gpus: int, hardware: Hardware) -> Iterator[Mesh]:
-    """The meshes of so many GPUs that fit the model's layers: FSDP over all or over a node, ep or tp within a node,
-    cp."""
-    inside, rows = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)
-    for ep, cp, tp in [*itertools.product((1,), rows, inside), *((ep, 1, 1) for ep in inside[1:])]:
-        if gpus % (ep * cp * tp) or max(ep, tp) > hardware.gpus_per_node:
+    """The meshes of so many GPUs that fit the model's layers: FSDP over all or over a node; ep or tp within a node, and
+    cp up to 32, in powers of two."""
+    inside = [2**i for i in range(hardware.gpus_per_node.bit_length())]
+    for ep, cp, tp in [*itertools.product((1,), (1, 2, 4, 8, 16, 32), inside), *((ep, 1, 1) for ep in inside[1:])]:
+        if gpus % (ep * cp * tp):
             continue
         try:
             if ep > 1:
@@ -154,14 +162,18 @@ def meshes(sketch: Any, gpus: int, hardware: Hardware) -> Iterator[Mesh]:
             yield Mesh(replicas, data // replicas, ep, cp, tp)
 
 
+def options_on(mesh: Mesh, options: TrainOptions) -> TrainOptions:
+    """The options of a run on a mesh. Raises InputError for what it refuses, such as adapters under tp."""
+    return dataclasses.replace(
+        options, dp_replicate=mesh.dp_replicate, ep=mesh.ep, cp=mesh.cp, tp=mesh.tp,
+        accumulation=mesh.size // (mesh.cp * mesh.tp),
+    )  # fmt: skip
+
+
 def step_on(mesh: Mesh, sketch: Any, sizes: memory.Sizes, options: TrainOptions, hardware: Hardware) -> Step:
     """The step on a mesh, with the precision and the recomputation that fit, or that need the least memory."""
-    gpus = mesh.dp_replicate * mesh.shards * mesh.tp
-    options = dataclasses.replace(
-        options, dp_replicate=mesh.dp_replicate, ep=mesh.ep, cp=mesh.cp, tp=mesh.tp,
-        accumulation=gpus // (mesh.cp * mesh.tp),
-    )  # fmt: skip
-    processes = Processes(torch.device("cuda"), size=gpus, ranks_per_batch=mesh.cp * mesh.tp)
+    options = options_on(mesh, options)
+    processes = Processes(torch.device("cuda"), size=mesh.size, ranks_per_batch=mesh.cp * mesh.tp)
     precision, activations = memory.choose(sizes, options, processes, int(hardware.memory))
     options = dataclasses.replace(options, precision=precision, activations=activations)
     need = memory.estimate(sizes, options, processes)
@@ -172,9 +184,13 @@ def step_on(mesh: Mesh, sketch: Any, sizes: memory.Sizes, options: TrainOptions,
     matmuls += experts / _EXPERTS
     small = _SMALL_HEADS if sketch.config.get_text_config().head_dim < 128 else 1.0
     work = tokens * (matmuls / hardware.flops + attention / (small * hardware.attention))
+    if options.lora_r:
+        read = 8 * tokens * sizes.trained / options.lora_r  # an adapter has r parameters for each input and output
+        read += 5 * sizes.layers * (options.quantize == "nf4")  # half a byte and two, in the forward and the backward
+        work += read / mesh.tp / hardware.bandwidth
     forward, backward = work / 3, work * (2 / 3 + _RECOMPUTED[activations])
     update = 2 * sum(need[name] for name in ("weights", "gradients", "optimizer")) / hardware.bandwidth
-    sent, slower, exposed = _of_fsdp(mesh, sizes, hardware, forward, backward)
+    sent, slower, exposed = _of_fsdp(mesh, sizes, options, hardware, forward, backward)
     for name, number, size, group in _of_batches(mesh, sketch, sizes, tokens, activations):
         sent[name] = number * size
         exposed += number * (size / _speed(group, hardware) + hardware.latency * group)
@@ -183,7 +199,7 @@ def step_on(mesh: Mesh, sketch: Any, sizes: memory.Sizes, options: TrainOptions,
 
 
 def _of_fsdp(
-    mesh: Mesh, sizes: memory.Sizes, hardware: Hardware, forward: float, backward: float
+    mesh: Mesh, sizes: memory.Sizes, options: TrainOptions, hardware: Hardware, forward: float, backward: float
 ) -> tuple[dict[str, float], float, float]:
     """({collective: bytes}, seconds by which compute is slower, exposed seconds) of FSDP and of replicas.
 
@@ -193,8 +209,9 @@ def _of_fsdp(
     if ranks * mesh.dp_replicate == 1:
         return {}, 0.0, 0.0
     experts = sizes.stacked if sizes.trained > sizes.stacked else 0  # of what is trained
-    moved = _moved(mesh, sizes.parameters, sizes.stacked)
-    gathered, reduced = 2 * moved, 4 * _moved(mesh, sizes.trained, experts)
+    fewer = (2 - memory.NF4_BITS / 8) * sizes.layers if options.quantize == "nf4" else 0.0
+    gathered = 2 * _moved(mesh, sizes.parameters, sizes.stacked) - fewer * (ranks - 1) / ranks
+    reduced = 4 * _moved(mesh, sizes.trained, experts)
     everyone = 8 * sizes.trained / (ranks * mesh.tp) * (mesh.dp_replicate - 1) / mesh.dp_replicate
     speed = _speed(ranks * mesh.tp, hardware)  # tp ranks are beside each other, and use the same links
     wait = hardware.latency * ranks
@@ -206,7 +223,8 @@ def _of_fsdp(
     copied = sizes.parameters
     if mesh.ep > 1:  # a rank alone with its experts gathers none
         copied -= sizes.stacked - (sizes.stacked // mesh.ep if mesh.dp_shard > 1 else 0)
-    slower = 16 * copied / mesh.tp / hardware.bandwidth + 0.15 * blocks * (2 * gather + reduce)
+    copies = 4 * (2 * copied - fewer) + 8 * min(copied, sizes.trained)
+    slower = copies / mesh.tp / hardware.bandwidth + 0.15 * blocks * (2 * gather + reduce)
     return {"gathers": 2 * gathered, "reductions": reduced, "replicas": everyone}, slower, exposed
 
 
@@ -253,7 +271,11 @@ def best(
 
     asked: sizes of the mesh's dimensions, by name. Raises InputError if no mesh of these GPUs has them.
     """
-    wanted, every = asked or {}, list(meshes(sketch, gpus, hardware))
+    wanted, every = asked or {}, list[Mesh]()
+    for mesh in meshes(sketch, gpus, hardware):
+        with contextlib.suppress(InputError):
+            options_on(mesh, options)
+            every.append(mesh)
     fitted = [mesh for mesh in every if all(getattr(mesh, name) == size for name, size in wanted.items())]
     if not fitted:
         sizes_asked = ", ".join(f"{name}={size}" for name, size in wanted.items())
@@ -261,7 +283,8 @@ def best(
         alone = "; ".join(f"{name} {', '.join(map(str, sizes))}" for name, sizes in known.items())
         raise InputError(
             f"no mesh of {gpus} GPUs for {type(sketch).__name__} has {sizes_asked}: the product of all sizes must be "
-            f"{gpus}, ep must divide its experts, and tp and cp its heads. Sizes that fit, each alone: {alone}"
+            f"{gpus}; ep must divide its experts, and tp and cp its heads; ep and tp stay inside a node, cp is at most "
+            f"32, all are powers of two; adapters exclude tp, and 4 bits ep. Sizes that fit, each alone: {alone}"
         )
     steps = [step_on(mesh, sketch, sizes, options, hardware) for mesh in fitted]
     fitting = [step for step in steps if fits(step, hardware)]
