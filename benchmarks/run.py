@@ -107,13 +107,21 @@ class Runs:
 
     def work(self, gpus: Sequence[str]) -> None:
         """Measures records on these GPUs until there are none, or no time."""
-        while self.waiting:
-            name = self.waiting.popleft()
+        for name in iter(self.next, None):
             start = time.monotonic()
-            status = self.measure(name, gpus) if start < self.until else "no time was left"
+            try:
+                status = self.measure(name, gpus) if start < self.until else "no time was left"
+            except OSError as error:  # of files and of starting a process
+                status = str(error)
             if status:
                 self.unfinished.append(name)
             print(f"{name}: {status or 'measured'}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+    def next(self) -> str | None:
+        try:
+            return self.waiting.popleft()
+        except IndexError:
+            return None
 
     def measure(self, name: str, gpus: Sequence[str]) -> str:
         """Runs a command; returns why its record is not finished, or ""."""

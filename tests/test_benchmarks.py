@@ -157,6 +157,9 @@ def test_records_are_measured_in_turn_and_what_fails_replaces_none(tmp_path, mon
     assert "not finished: decode-none;" in capsys.readouterr().err
     assert run_benchmarks.main(["kernels-*", "--folder", str(tmp_path), "--dry", "--minutes", "0.01"]) == 1
     assert "stopped for lack of time" in capsys.readouterr().err
+    inside_a_file = tmp_path / "decode-none-cpu.json" / "records"
+    assert run_benchmarks.main(["kernels-*", "decode-*", "--folder", str(inside_a_file), "--dry"]) == 1
+    assert "not finished: kernels-norm, decode-none;" in capsys.readouterr().err
     for wrong, says in ((["step-none"], "no record is called step-none"), ([], "give --folder")):
         with pytest.raises(SystemExit):
             run_benchmarks.main([*wrong, "--dry"])

@@ -27,7 +27,7 @@ HEADLINES = (
     ("train", "llama-3.1-8b", "4 x 4096", "lora", "none", "H200"),
     ("train", "llama-3.1-8b", "1 x 2048", "nf4", "none", "H200"),
     ("command", "llama-3.2-1b", "16,384 tokens a forward", "full", "none", "H200"),
-    ("gpus", "llama-3.1-8b", "2 x 4096", "full", "none", "2 x H200"),
+    ("gpus", "llama-3.1-8b", "2 x 4096, fp32 weights", "full", "none", "2 x H200"),
     ("decode", "llama-3.2-1b", "1x128+256", "bf16", "", "H200"),
     ("rollout", "llama-3.2-1b", "64x8x128+256", "full", "", "H200"),
 )
@@ -374,9 +374,9 @@ The longest sequence of one row that trains in the given memory. A peak far belo
 the longest length that it tried.
 """,
     "gpus": """
-Tokens/s and peak GiB of each GPU. "Not resharded": FSDP2 keeps the blocks whole from the forward to the backward. The
-8B under FSDP2 has weights in fp32 and torch's AdamW unless a row says bf16. All else has weights in bf16 and our AdamW,
-in the backward where there are no masters. [distributed.md](distributed.md#measured) has communication times and says
+Tokens/s and peak GiB of each GPU. "Not resharded": FSDP2 keeps the blocks whole from the forward to the backward. "fp32
+weights" are computed with in bf16, and have torch's AdamW. All other weights are in bf16, with our AdamW, in the
+backward where there are no masters. [distributed.md](distributed.md#measured) has communication times and says
 more.
 """,
     "decode": """

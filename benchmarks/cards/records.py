@@ -237,12 +237,13 @@ def _of_several_gpus(row: Mapping[str, Any], figures: dict[str, Any], common: di
         return None
     name, shape, rest = re.fullmatch(r"(.+?) (\d+ x \d+)(?:, (.*))?", row["case"]).groups()  # type: ignore[union-attr]
     known = distributed.CASES.get(row["case"], {})
-    policy, fp8 = known.get("recompute", "none"), known.get("fp8")
+    policy, fp8, in_fp32 = known.get("recompute", "none"), known.get("fp8"), known.get("weights", "fp32") == "fp32"
     options = (rest or "").split(", ")
     recompute = next(
         (option for option in options if option.startswith(RECOMPUTED)), policy if isinstance(policy, str) else "none"
     )
     case = ", ".join([shape, *(option for option in options if option and option not in (recompute, fp8))])
+    case += ", fp32 weights" * in_fp32
     return _made(
         kind="gpus", model=distributed.NAMES[name], case=case, trained=_trained({fp8}), recompute=recompute,
         baseline=f"{row['side']}+{fp8}" if fp8 else row["side"], figures=figures, **common,

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from typing import Any
 
 from ligermodels.cli.arguments import UsageError, usage_errors
@@ -55,16 +56,17 @@ def _plan(args: argparse.Namespace) -> int:
     from ligermodels.checkpoint import hub
     from ligermodels.recipes import options_of, scale
     from ligermodels.recipes.memory import Sizes, gib
-    from ligermodels.recipes.model import sketch
+    from ligermodels.recipes.model import sketch, with_quantization
 
     hardware = _hardware(args)
     with usage_errors():
         options = options_of("sft")(
             model=args.model, data=("none",), output_dir="none", max_length=args.max_length,
-            batch_tokens=args.batch_tokens or args.max_length, precision=args.precision, accumulation=1,
-            activations=args.activations, lora_r=args.lora_r, quantize=args.quantize,
+            batch_tokens=args.max_length if args.batch_tokens is None else args.batch_tokens, accumulation=1,
+            precision=args.precision, activations=args.activations, lora_r=args.lora_r, quantize=args.quantize,
         )  # fmt: skip
-    model = sketch(hub.resolve(args.model, weights=False))
+    folder = hub.resolve(args.model, weights=False)
+    model, options = sketch(folder), with_quantization(options, folder)
     sizes = Sizes.of(model, options)
     asked = {name: size for name in ("dp_replicate", "ep", "cp", "tp") if (size := getattr(args, name)) is not None}
     print(
@@ -106,7 +108,7 @@ def _counts(text: str) -> list[int]:
             counts = [int(part) for part in text.split(",")]
         else:
             counts = [int(first)]
-            while counts[-1] * 2 <= int(last):
+            while 0 < counts[-1] * 2 <= int(last):
                 counts.append(counts[-1] * 2)
     except ValueError:
         counts = []
@@ -122,7 +124,7 @@ def _hardware(args: argparse.Namespace) -> Any:
     units = dict(memory=2**30, tflops=1e12, inside=1e9, between=1e9, gpus_per_node=1)
     given = {name: getattr(args, name) for name in units if getattr(args, name) is not None}
     for name, value in given.items():
-        if not value > 0:
-            raise UsageError(f"--{name.replace('_', '-')} {value:g}: expected more than 0")
+        if not 0 < value < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: expected a number of more than 0")
     changes = {"flops" if name == "tflops" else name: value * units[name] for name, value in given.items()}
     return dataclasses.replace(scale.HARDWARE[args.gpu], **changes)

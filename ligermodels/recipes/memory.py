@@ -35,8 +35,6 @@ from ligermodels.training.muon import matrices_of
 MARGIN = 0.92
 """The share of the free memory that a plan may use. Fragments and workspaces of libraries take the rest."""
 GIB = 2**30
-NF4_BITS = 4.127
-"""Of a weight in NF4, with its scales."""
 
 # Bytes of weight, gradient and optimizer state per trained parameter.
 _BYTES = {"fp32": (4, 4, 8), "bf16-masters": (2, 2, 6), "bf16": (2, 2, 4)}
@@ -157,9 +155,7 @@ def estimate(
     if options.lora_r:  # adapters in fp32, beside a model that is frozen
         weight, gradient, state = _BYTES["fp32"]
     frozen = sizes.parameters - (0 if options.lora_r else sizes.trained)
-    packed, bits = {
-        "none": (0, 0.0), "nf4": (sizes.layers, NF4_BITS), "mxfp4": (sizes.stacked, 4.25), "fp8": (sizes.layers, 8.02),
-    }[options.quantize]  # fmt: skip
+    packed, bits = quantized(sizes, options)
     element, tokens = (4 if on_cpu else 2), -(-options.batch_tokens // processes.ranks_per_batch)
     weights = weight * sizes.trained + element * sizes.frozen + int(bits / 8 * packed)
     weights += (4 if (on_cpu and precision == "fp32") or is_fp32 else 2) * (frozen - packed)
@@ -195,6 +191,13 @@ def estimate(
         "activations and logits": saved,
         buffers: gathered,
     }
+
+
+def quantized(sizes: Sizes, options: TrainOptions) -> tuple[int, float]:
+    """(the number of weights that --quantize stores in few bits, the bits of one with its scales)."""
+    return {
+        "none": (0, 0.0), "nf4": (sizes.layers, 4.127), "mxfp4": (sizes.stacked, 4.25), "fp8": (sizes.layers, 8.02),
+    }[options.quantize]  # fmt: skip
 
 
 def keeps_fp8_weights(options: TrainOptions, processes: Processes) -> bool:

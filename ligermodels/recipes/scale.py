@@ -140,9 +140,9 @@ def flops_per_token(sketch: Any, options: TrainOptions) -> tuple[float, float, f
     return each * (blocks + config.vocab_size * config.hidden_size), each * chosen, float(attention)
 
 
-def meshes(sketch: Any, gpus: int, hardware: Hardware) -> Iterator[Mesh]:
+def meshes(sketch: Any, gpus: int, hardware: Hardware, asked: Mapping[str, int] | None = None) -> Iterator[Mesh]:
     """The meshes of so many GPUs that fit the model's layers: FSDP over all or over a node; ep or tp within a node, and
-    cp up to 32, in powers of two."""
+    cp up to 32, in powers of two. asked: as of `best`; the other number of replicas that it may have."""
     inside = [2**i for i in range(hardware.gpus_per_node.bit_length())]
     for ep, cp, tp in [*itertools.product((1,), (1, 2, 4, 8, 16, 32), inside), *((ep, 1, 1) for ep in inside[1:])]:
         if gpus % (ep * cp * tp):
@@ -158,8 +158,9 @@ def meshes(sketch: Any, gpus: int, hardware: Hardware) -> Iterator[Mesh]:
             continue
         data, nodes = gpus // (ep * cp * tp), gpus // hardware.gpus_per_node
         copies = nodes > 1 and data % nodes == 0 and ep * cp * tp <= hardware.gpus_per_node
-        for replicas in {1, nodes} if copies else {1}:
-            yield Mesh(replicas, data // replicas, ep, cp, tp)
+        for replicas in {1, *([nodes] if copies else []), (asked or {}).get("dp_replicate", 1)}:
+            if data % replicas == 0:
+                yield Mesh(replicas, data // replicas, ep, cp, tp)
 
 
 def options_on(mesh: Mesh, options: TrainOptions) -> TrainOptions:
@@ -186,7 +187,8 @@ def step_on(mesh: Mesh, sketch: Any, sizes: memory.Sizes, options: TrainOptions,
     work = tokens * (matmuls / hardware.flops + attention / (small * hardware.attention))
     if options.lora_r:
         read = 8 * tokens * sizes.trained / options.lora_r  # an adapter has r parameters for each input and output
-        read += 5 * sizes.layers * (options.quantize == "nf4")  # half a byte and two, in the forward and the backward
+        packed, bits = memory.quantized(sizes, options)
+        read += 2 * (bits / 8 + 2) * packed  # dequantised in the forward and in the backward
         work += read / mesh.tp / hardware.bandwidth
     forward, backward = work / 3, work * (2 / 3 + _RECOMPUTED[activations])
     update = 2 * sum(need[name] for name in ("weights", "gradients", "optimizer")) / hardware.bandwidth
@@ -209,7 +211,8 @@ def _of_fsdp(
     if ranks * mesh.dp_replicate == 1:
         return {}, 0.0, 0.0
     experts = sizes.stacked if sizes.trained > sizes.stacked else 0  # of what is trained
-    fewer = (2 - memory.NF4_BITS / 8) * sizes.layers if options.quantize == "nf4" else 0.0
+    packed, bits = memory.quantized(sizes, options)
+    fewer = (2 - bits / 8) * packed
     gathered = 2 * _moved(mesh, sizes.parameters, sizes.stacked) - fewer * (ranks - 1) / ranks
     reduced = 4 * _moved(mesh, sizes.trained, experts)
     everyone = 8 * sizes.trained / (ranks * mesh.tp) * (mesh.dp_replicate - 1) / mesh.dp_replicate
@@ -272,7 +275,7 @@ def best(
     asked: sizes of the mesh's dimensions, by name. Raises InputError if no mesh of these GPUs has them.
     """
     wanted, every = asked or {}, list[Mesh]()
-    for mesh in meshes(sketch, gpus, hardware):
+    for mesh in meshes(sketch, gpus, hardware, wanted):
         with contextlib.suppress(InputError):
             options_on(mesh, options)
             every.append(mesh)

@@ -111,6 +111,26 @@ def test_expert_parallelism_gathers_no_experts():
     assert both[0]["communication buffers"] - both[1]["communication buffers"] == 10 * block
 
 
+def test_any_number_of_replicas_can_be_asked_for():
+    sketch, options = sketch_of("8B"), options_of("sft", batch_tokens=4096, max_length=4096)
+    sizes = memory.Sizes.of(sketch, options)
+    assert scale.best(sketch, sizes, options, 4, HARDWARE["h200"], {"dp_replicate": 2}).mesh.dp_replicate == 2
+    with pytest.raises(InputError, match="no mesh of 4 GPUs for Llama has dp_replicate=3"):
+        scale.best(sketch, sizes, options, 4, HARDWARE["h200"], {"dp_replicate": 3})
+
+
+def test_adapters_over_released_mxfp4_leave_it_so(tmp_path, capsys):
+    config, weights = json.loads((FIXTURES / "gpt-oss-20b-BF16.json").read_text()), []
+    sizes = memory.Sizes.of(sketch_of("gpt-oss-20b"), options_of("sft", **ADAPTERS["lora"]))
+    for more in ({}, {"quantization_config": {"quant_method": "mxfp4"}}):
+        (tmp_path / "config.json").write_text(json.dumps(config | more))
+        assert main(["plan", str(tmp_path), "--gpus", "1", "--lora-r", "16"]) == 0
+        weights.append(float(re.search(r"^weights +([\d.]+) GiB$", capsys.readouterr().out, re.MULTILINE)[1]))
+    adapters, stacked = 4 * sizes.trained, sizes.stacked  # in bytes; and the weights that are in 4.25 bits
+    expected = [adapters + 2 * sizes.parameters, adapters + 2 * (sizes.parameters - stacked) + 4.25 / 8 * stacked]
+    assert weights == pytest.approx([size / memory.GIB for size in expected], abs=0.06)
+
+
 def test_a_mesh_that_train_refuses_is_left_out():
     """Adapters have no tp, and quantised experts no ep."""
     sketch, options = sketch_of("30B-A3B"), options_of("sft", batch_tokens=4096, max_length=4096, **ADAPTERS["nf4"])
@@ -188,7 +208,10 @@ def test_the_command(tmp_path, capsys):
     [
         (("--gpus", "eight"), "--gpus eight: expected numbers, such as 8, or 8,12,16, or 8..1024"),
         (("--gpus", "16..8"), "--gpus 16..8: expected numbers"),
-        (("--gpus", "8", "--memory", "0"), "--memory 0: expected more than 0"),
+        (("--gpus", "0..8"), "--gpus 0..8: expected numbers"),
+        (("--gpus", "8", "--memory", "0"), "--memory 0: expected a number of more than 0"),
+        (("--gpus", "8", "--memory", "inf"), "--memory inf: expected a number of more than 0"),
+        (("--gpus", "8", "--batch-tokens", "0"), "batch_tokens=0"),
         (("--gpus", "1", "--quantize", "nf4"), "quantize=nf4 needs lora_r"),
         (("--gpus", "8", "--ep", "2"), "no mesh of 8 GPUs for Llama has ep=2"),
         (("--gpus", "8", "--tp", "3"), "no mesh of 8 GPUs for Llama has tp=3: the product of all sizes must be 8"),
