@@ -99,7 +99,7 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    keep = None if args.keep is None else Path(args.keep)
+    keep = None if args.keep is None else Path(os.path.expanduser(args.keep))
     if not 0 < args.seconds < math.inf:
         raise UsageError(f"--seconds {args.seconds} must be a positive number")
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):

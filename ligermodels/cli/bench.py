@@ -6,6 +6,7 @@ import gc
 import importlib
 import itertools
 import json
+import os
 import platform
 import time
 from pathlib import Path
@@ -75,12 +76,9 @@ def _counts(text: str) -> tuple[int, ...]:
 def _bench(args: argparse.Namespace) -> int:
     if args.new == 1:
         raise UsageError("--new 1 leaves no token after the first to measure: give 2 or more")
-    out = None if args.out is None else Path(args.out)
-    if out is not None:
-        if out.exists() and not out.is_dir():
-            raise UsageError(f"--out {out} is a file; give a folder")
-        with write_errors(out):
-            out.mkdir(parents=True, exist_ok=True)
+    out = None if args.out is None else Path(os.path.expanduser(args.out))
+    if out is not None and out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file; give a folder")
     resolve_adapter(args)
     torch = importlib.import_module("torch")
     importlib.import_module("ligermodels.arch")  # importing it is not a part of loading
@@ -98,6 +96,9 @@ def _bench(args: argparse.Namespace) -> int:
         raise UsageError(f"MODEL has {limit} positions, fewer than --prompts and --new together: give fewer")
     if skipped := [f"{length:,}" for length in args.prompts if length not in prompts]:
         say(f"note: skipped prompts of {', '.join(skipped)}: with --new they exceed the model's {limit:,} positions")
+    if out is not None:  # not before: an error of the model leaves no empty folder
+        with write_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
 
     device = f"{model.device.type.upper()} ({platform.machine()}, {torch.get_num_threads()} threads)"
     if model.device.type == "cuda":

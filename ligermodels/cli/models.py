@@ -150,6 +150,8 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with usage_errors():
         place = usable(device, f"--device {device}")
+    if place.type == "meta":
+        raise UsageError(f"--device {device} has no values to compute with; give cpu, or cuda where there is a GPU")
     check_cache_dtype(args.kv_cache_dtype, place)
     doctor_kernels.check_once(place)
     model = ligermodels.load(

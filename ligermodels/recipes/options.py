@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import operator
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -32,9 +33,9 @@ def option(default: Any, help: str, *, fixed_on_resume: bool = True, **rules: An
 
     fixed_on_resume: resuming a run with another value raises. rules, all optional: `choices`, the valid texts; `least`,
     `above`, `below` and `most`, bounds of a number; `required`; `repeated`: the flag of a list is given once for each
-    item; `needs`: an option that must be given with this one; `excludes`: options that must not be given with it, and
-    `instead`, what to do in place of that; `group`: the title of a group of flags, which begins with this one;
-    `metavar`: the value in --help.
+    item; `once`: giving the flag twice is an error; `needs`: an option that must be given with this one; `excludes`:
+    options that must not be given with it, and `instead`, what to do in place of that; `group`: the title of a group of
+    flags, which begins with this one; `metavar`: the value in --help.
     """
     return dataclasses.field(default=default, metadata={"help": help, "fixed_on_resume": fixed_on_resume, **rules})
 
@@ -74,7 +75,9 @@ class TrainOptions:
         repeated=True, required=True, group="data")
     max_samples: int | None = option(None, "rows that are used: the first, or each set's share of several", least=1)
     system_prompt: str | None = option(None, "a system message for chats that begin without one")
-    eval_data: str | None = option(None, "examples to evaluate on, as --data", excludes=("eval_share",), metavar="FILE")
+    eval_data: str | None = option(
+        None, "one file, folder, or OWNER/NAME[:SPLIT] of the Hub, to evaluate on", excludes=("eval_share",),
+        once=True, metavar="FILE")
     eval_share: float = option(0.0, "fraction of --data that is held out to evaluate on", least=0, below=1)
     max_length: int | None = option(None, "tokens of a sequence (default 4096, or the model's context)", least=2)
     skip_bad: bool = free_option(False, "leave out rows that cannot be read or train nothing, and count them")
@@ -117,16 +120,17 @@ class TrainOptions:
         choices=("auto", "none", "mlp", "block"))
     fp8: str = option(
         "none", "multiply in FP8 in the blocks of the text, by scales of rows or of tensors, or with the gradients of "
-        "weights in bf16; for Hopper and later", choices=("none", "rowwise", "tensorwise", "rowwise-bf16-dw"),
+        "weights in bf16; for Ada, Hopper and later", choices=("none", "rowwise", "tensorwise", "rowwise-bf16-dw"),
         excludes=("tp", "quantize"))
     lora_r: int = option(0, "train LoRA adapters of this rank; 0: all weights", least=0, excludes=("tp",))
     lora_alpha: float = option(32.0, "LoRA alpha: adapters are scaled by alpha / rank", above=0)
     lora_target_modules: tuple[str, ...] = option((), "such as q_proj,v_proj (default: all linear)", needs="lora_r")
     lora_target_parameters: tuple[str, ...] = option(
-        (), "experts and routers that get adapters, such as experts.down_proj,mlp.gate.weight", needs="lora_r")
+        (), "experts and routers that get adapters, such as experts.down_proj,mlp.gate.weight", needs="lora_r",
+        excludes=("lora_dropout", "use_dora"))
     lora_dropout: float = option(0.0, "dropout of the inputs of adapters", least=0, below=1, needs="lora_r")
     use_rslora: bool = option(False, "scale adapters by alpha / sqrt(rank)", needs="lora_r")
-    use_dora: bool = option(False, "train the magnitudes of weights too (DoRA)", needs="lora_r")
+    use_dora: bool = option(False, "train the magnitudes of weights too (DoRA)", needs="lora_r", excludes=("fp8",))
     lora_modules_to_save: tuple[str, ...] = option((), "modules trained whole, such as lm_head", needs="lora_r")
     quantize: str = option(
         "none", "nf4: frozen weights in 4 bits (QLoRA), mxfp4: experts alone, fp8: in 8 bits, multiplied in FP8; these "
@@ -172,6 +176,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         fields = fields_of(self)
         vars(self).update(typed(type(self), {name: getattr(self, name) for name in fields}))
+        self.output_dir = os.path.expanduser(self.output_dir)  # once: all that reads it agrees, and options.yaml too
         self.learning_rate = self.default_rate if self.learning_rate is None else self.learning_rate
         changed = {name: shown(getattr(self, name)) for name in fields if getattr(self, name) != fields[name].default}
         for name, field in fields.items():
@@ -186,6 +191,11 @@ class TrainOptions:
             needed = fields[name].metadata.get("needs")
             if needed in fields and not getattr(self, needed):
                 raise InputError(f"{name}={value} needs {needed}: add {flag(needed)}, or leave {flag(name)} out")
+        if self.use_dora and self.quantize in ("nf4", "fp8"):  # experts, which mxfp4 is for, get no DoRA
+            raise InputError(
+                f"use_dora=True and quantize={self.quantize}: DoRA needs the norms of weights in 16 bits; give one of "
+                "the two"
+            )
         if self.early_stopping_patience and not (self.eval_data or self.eval_share):
             raise InputError(
                 f"early_stopping_patience={self.early_stopping_patience} needs evaluations: add --eval-share 0.1 or "
@@ -227,7 +237,7 @@ class TrainOptions:
     @classmethod
     def load(cls, file: str | Path) -> dict[str, Any]:
         """The options in a YAML file. Raises InputError for an unknown key, and for a file of another recipe."""
-        values = _read_yaml(Path(file))
+        values = _read_yaml(Path(os.path.expanduser(file)))
         if (recipe := values.pop("recipe", cls.recipe)) != cls.recipe:
             raise InputError(
                 f"{file} is of `train {recipe}`, and this is `train {cls.recipe}`; run that, or give another "
@@ -279,6 +289,16 @@ class TextOptions(TrainOptions):
 # The command line
 
 
+class _Once(argparse.Action):
+    """A flag of one value that is an error when it is given twice; of others the last one counts."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            before = getattr(namespace, self.dest)
+            raise argparse.ArgumentError(self, f"given twice, as {before} and as {values}, and takes one value")
+        setattr(namespace, self.dest, values)
+
+
 def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> None:
     """Adds a flag for each field. Only flags that are given get into the namespace."""
     hints, metavars = typing.get_type_hints(options), {int: "N", float: "X", str: "TEXT"}
@@ -303,6 +323,8 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
             how |= dict(metavar="A,B", action="extend", type=_items)
         else:
             how |= dict(metavar=f"{{{','.join(choices)}}}" if choices else rules.get("metavar", metavars[kind]))
+        if rules.get("once"):
+            how |= dict(action=_Once)
         group.add_argument(flag(name), dest=name, **how)
 
 
@@ -411,17 +433,19 @@ def _typed(field: "dataclasses.Field[Any]", value: Any, hint: Any) -> Any:
 
 
 def _read_yaml(file: Path) -> dict[Any, Any]:
+    if not os.path.isfile(file):  # False for a name that is too long, too
+        raise InputError(f"there is no file {file}; give --config a YAML file of options")
     try:
         import yaml
 
-        if not file.is_file():
-            raise InputError(f"there is no file {file}; give --config a YAML file of options")
         text = file.read_text("utf-8")
         node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except ImportError:
         raise InputError("--config needs PyYAML: pip install 'ligermodels[train]'") from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:  # of a text that looks like a date
+        raise InputError(f"{file} cannot be read as YAML: {error}; put text that looks like a date in quotes") from None
     if not isinstance(values, dict):
         raise InputError(f"{file} has no options; expected lines such as `learning_rate: 1e-5`")
     names = [key.value.replace("-", "_") for key, _ in node.value]

@@ -4,7 +4,6 @@ metrics.jsonl has a line for each step and for each evaluation. A run that is re
 that it is resumed from.
 """
 
-import contextlib
 import json
 import math
 import shlex
@@ -90,17 +89,27 @@ class Reporter:
         say(f"evaluation after step {step}: loss {loss:.4f}{more}{', the best so far' * (better and step > 0)}")
 
     def lines(self) -> list[dict[str, float]]:
-        """The whole lines of metrics.jsonl; a kill may have cut the last."""
-        lines = []
-        with contextlib.suppress(ValueError, FileNotFoundError):
-            for line in self.file.read_text("utf-8").splitlines():
-                lines.append(json.loads(line))
-        return lines
+        """The lines of metrics.jsonl, without those that are none of ours; a kill may have cut the last."""
+        if not self.file.is_file():
+            return []
+        parsed = map(_parsed, self.file.read_text("utf-8", "replace").splitlines())
+        return [values for values in parsed if values is not None]
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         with write_errors(self.file), self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         self._log(step, values)
+
+
+def _parsed(line: str) -> dict[str, float] | None:
+    """The values of a line of metrics.jsonl; None where it is not an object of numbers with a step."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict) or "step" not in values:
+        return None
+    return values if all(isinstance(value, int | float) for value in values.values()) else None
 
 
 def _shown(values: Mapping[str, float]) -> str:
@@ -222,8 +231,11 @@ def left_out(counts: Mapping[str, int]) -> str:
 # ---- after it ----
 
 
-def next_steps(options: TrainOptions, saved: Path) -> str:
-    """The commands that a user may type next, for the folder of a result."""
+def next_steps(options: TrainOptions, saved: Path, trained: Any, *, was_tied: bool) -> str:
+    """The commands that a user may type next, for the folder of a result.
+
+    trained: the model with its adapters. was_tied: the base has one table as its head and its embedding.
+    """
     model = options.objects.get("model")
     if model is not None and ARCHS.get(model.config.model_type) is not type(model):  # commands do not know its class
         call = (
@@ -235,14 +247,25 @@ def next_steps(options: TrainOptions, saved: Path) -> str:
     base, folder = (shlex.quote(text) for text in (options.model.removeprefix(IN_MEMORY), str(saved)))
     if saved.name == "medusa":
         return f"next:\n  ligermodels chat {base} --medusa {folder}"
-    merged = shlex.quote(str(saved.parent / "merged"))
+    merged = saved.parent / "merged"
     lines = [f"ligermodels chat {folder}"]
-    if saved.name == "adapter":
-        lines.append(f"ligermodels convert {base} {merged} --adapter {folder}")
+    if saved.name == "adapter" and _converts(options, trained, was_tied=was_tied):
+        lines.append(f"ligermodels convert {base} {shlex.quote(str(merged))} --adapter {folder}")
+    elif saved.name == "adapter":
+        names = (options.model.removeprefix(IN_MEMORY), str(saved), str(merged))
+        load, adapter, target = (json.dumps(name, ensure_ascii=False) for name in names)
+        sum_of = f"t.merge_lora(t.load_adapter(load({load}), {adapter})).save_pretrained({target})"
+        lines.append(f"python -c {shlex.quote(f'from ligermodels import load, training as t; {sum_of}')}")
     else:
         lines.append(f"ligermodels convert {folder} {shlex.quote(f'{saved.parent}.gguf')}")
     lines.append(f"ligermodels eval {folder} --tasks hellaswag --limit 200")
     return "next:" + "".join(f"\n  {line}" for line in lines)
+
+
+def _converts(options: TrainOptions, model: Any, *, was_tied: bool) -> bool:
+    """Whether `convert` merges the adapter: not DoRA, and not one of a tied head and its embedding alone."""
+    changed = [any(x.requires_grad for x in part.parameters()) for part in (model.decoder.embed_tokens, model.lm_head)]
+    return not options.use_dora and not (was_tied and sum(changed) == 1)
 
 
 def resume_command(options: TrainOptions, processes: int, *, skip_bad: bool) -> str:

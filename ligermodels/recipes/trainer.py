@@ -112,6 +112,7 @@ class Trainer:
         self.signals = Signals()
         # What `setup` makes, in this order.
         self.source: Path  # of the model, or of the tokenizer of one in memory
+        self.was_tied: bool  # the head of the base is its embedding, which adapters may untie
         self.recipe: Recipe
         self.data: Data
         self.progress: Progress
@@ -139,7 +140,7 @@ class Trainer:
         if options.resume and before is None and processes.is_main:
             say(f"warning: no run in {self.out} to resume; starting a new one")
         source, sketch = models.source_of(options, processes)
-        self.source = source
+        self.source, self.was_tied = source, bool(sketch.tied_weights)
         self._make_plan(source, sketch, before)
         processes.from_main(self._show_examples)
         if options.dry_run:
@@ -444,7 +445,7 @@ class Trainer:
             card.write_card(self.options, facts, result, self.source, lines, has_picture)
         lines = self.processes.from_main(lambda: self.reporter.lines())
         if self.processes.is_main:
-            say(report.next_steps(self.options, result))
+            say(report.next_steps(self.options, result, self.model, was_tied=self.was_tied))
             if self.repository:  # the last of all: no process waits for it
                 upload.upload(result, self.repository, self.options.recipe)
         return Result(result, lines)

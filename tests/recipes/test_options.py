@@ -105,11 +105,17 @@ REFUSED = [  # recipe, a file of options, what is said: each kind of value and r
     ("sft", "eval_steps: 1\neval-steps: 2", "eval_steps is there twice"),
     ("sft", "- learning_rate", "has no options"),
     ("sft", "learning_rate: [", "cannot be read as YAML"),
+    ("sft", "run_name: 2024-13-45", "recipe.yaml cannot be read as YAML: month must be in 1..12; put text that looks"),
     ("sft", "model: ''", "model is missing: give MODEL on the command line"),
     ("sft", "early_stopping_patience: 2", "needs evaluations: add --eval-share 0.1 or --eval-data FILE, or leave"),
     ("sft", "early_stopping_patience: 2\neval_share: 0.1\neval_steps: 0", "at the end alone; give --eval-steps N"),
     ("sft", "hub_model_id: a/b", "hub_model_id=a/b needs push_to_hub: add --push-to-hub"),
     ("sft", "optim: muon\nlora_r: 4\nquantize: nf4", "optim=muon and (lora_r=4|quantize=nf4): give one of the two"),
+    ("sft", "lora_r: 4\nuse_dora: true\nquantize: nf4", "use_dora=True and quantize=nf4: DoRA needs the norms"),
+    ("sft", "lora_r: 4\nuse_dora: true\nquantize: fp8", "use_dora=True and quantize=fp8: DoRA needs the norms"),
+    ("sft", "lora_r: 4\nuse_dora: true\nfp8: rowwise", "use_dora=True and fp8=rowwise: give one of the two"),
+    ("sft", "lora_r: 4\nuse_dora: true\nlora_target_parameters: x", "=x and use_dora=True: give one of the two"),
+    ("sft", "lora_r: 4\nlora_dropout: 0.1\nlora_target_parameters: x", "=x and lora_dropout=0.1: give one of the"),
     ("sft", "ep: 2\ncp: 2", "ep=2 and cp=2: give one of the two"),
     ("sft", "ep: 2\ncapture: true", "ep=2 and capture=True: give one of the two"),
     ("distill", "ep: 2", "ep=2: a teacher is sharded by FSDP alone; leave --ep out"),
@@ -147,6 +153,21 @@ def test_what_is_refused(tmp_path, monkeypatch, recipe, text, says):
         find(recipe).Options.merged(given, tmp_path / "recipe.yaml")
 
 
+def test_a_home_is_expanded_once_for_all_who_read_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "recipe.yaml").write_text("output_dir: ~/runs/a")
+    for options in (
+        SFTOptions.merged({"model": "m", "data": "d"}, "~/recipe.yaml"),
+        SFTOptions.merged(NEEDED | {"output_dir": "~/runs/a"}),
+    ):
+        assert options.output_dir == f"{tmp_path}/runs/a" and f'output_dir: "{tmp_path}/runs/a"\n' in options.dump()
+
+
+def test_dora_over_experts_in_4_bits():
+    """Their adapters are beside those of linear layers, whose weights are in 16 bits."""
+    assert SFTOptions(**NEEDED, lora_r=4, use_dora=True, quantize="mxfp4").use_dora
+
+
 def test_a_list_that_is_given_twice_has_the_items_of_both():
     flags = of_flags("--lora-r", "8", "--lora-target-modules", "q_proj,v_proj", "--lora-target-modules", "o_proj")
     assert SFTOptions.merged(flags).lora_target_modules == ("q_proj", "v_proj", "o_proj")
@@ -164,6 +185,7 @@ SAID = {
     ("--base_model", "x"): "sft has no option --base-model; here MODEL, the argument without a name; model: in a",
     ("--data", "a.jsonl", "b.jsonl"): "unexpected argument 'b.jsonl'; did you mean --data b.jsonl?",
     ("other",): "unexpected argument 'other'; MODEL is the only positional argument",
+    ("--eval-data=a", "--eval_data", "b"): "argument --eval-data: given twice, as a and as b, and takes one value",
 }
 
 

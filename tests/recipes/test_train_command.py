@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import ligermodels
-from ligermodels import Mixtral, Qwen3_5, Tokenizer
+from ligermodels import Llama, Mixtral, Qwen3_5, Tokenizer
 from ligermodels.cli import main
 from ligermodels.recipes import card, memory
 from ligermodels.recipes.data.batches import Batches
@@ -67,6 +67,35 @@ def test_kinds_of_adapters(home, tmp_path):
     expected = dict(use_dora=True, use_rslora=True, lora_dropout=0.1, modules_to_save=["norm"])
     assert {name: config[name] for name in expected} == expected
     assert metrics(tmp_path)[5] < metrics(tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("tied", "flags", "command"),
+    [
+        (False, ("--lora-modules-to-save", "lm_head"), "ligermodels convert"),
+        (False, ("--use-dora",), "python -c"),
+        (True, (), "ligermodels convert"),
+        (True, ("--lora-modules-to-save", "lm_head,embed_tokens"), "ligermodels convert"),
+        (True, ("--lora-modules-to-save", "lm_head"), "python -c"),
+        (True, ("--lora-modules-to-save", "embed_tokens"), "python -c"),
+    ],
+)
+def test_the_command_that_merges_an_adapter_works(home, tmp_path, capsys, tied, flags, command):
+    """`convert` refuses DoRA, and one of a tied head and its embedding."""
+    base, out = tmp_path / "base", tmp_path / 'a "run"'
+    shutil.copytree(home / "model", base, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": tied}
+    Llama.from_config(config, seed=0, dtype=torch.float32, device="cpu").save_pretrained(base)
+    assert train(home, out, *FEW, "--max-steps", "2", "--lora-r", "2", *flags, model=base) == 0
+    lines = capsys.readouterr().err.partition("next:\n  ")[2].splitlines()
+    assert len(lines) == 3 and lines[1].strip().startswith(command)
+    program, *argv = shlex.split(lines[1])
+    if program == "python":
+        exec(argv[1], {})
+    else:
+        assert main(argv) == 0
+    ids, model = torch.arange(20)[None], load_adapter(ligermodels.load(base), out / "adapter")
+    torch.testing.assert_close(ligermodels.load(out / "merged")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def check_mtp(folder, out):

@@ -205,6 +205,17 @@ def test_a_run_that_is_resumed_writes_each_line_once(tmp_path, capsys):
     assert ", peak 1.0 GiB, " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "odd", [b"[]", b'{"loss": 1}', b'{"step": 2, "loss": 0.', b'{"step": "2"}', b"\xff", b"[" * 9999]
+)
+def test_an_odd_line_of_metrics_loses_no_other(tmp_path, odd):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 1.0}\n' + odd + b'\n{"step": 2, "loss": 0.5}\n')
+    options = options_of("sft", output_dir=str(tmp_path))
+    lines = report.Reporter(options, 9, 2, -1, torch.device("cpu")).lines()
+    assert lines == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}]
+    assert (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == 2
+
+
 LLAMA_8B = dict(
     model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
     num_attention_heads=32, num_key_value_heads=8,
@@ -250,7 +261,7 @@ MODELS = {
 
 @pytest.mark.parametrize(("model", "weights", "activations", "tokens", "gpus", "measured"), MEASURED)
 def test_the_estimate_is_what_was_measured(model, weights, activations, tokens, gpus, measured):
-    """From 3 % below to 6 % above, of a step of one forward on each GPU; the plan leaves 8 % of the memory free (MARGIN)."""
+    """From 3 % below to 6 % above, of a step of one forward on each GPU; the plan leaves 8 % free (MARGIN)."""
     sketch = {"1.5B": Qwen2, "9B": Qwen3_5}.get(model, Llama).from_config(MODELS[model], device="meta")
     lora = {"lora": dict(lora_r=16), "nf4": dict(lora_r=16, quantize="nf4")}.get(weights, {})
     options = options_of(

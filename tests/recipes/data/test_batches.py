@@ -17,7 +17,7 @@ from ligermodels.processes import Processes
 from ligermodels.recipes.data.batches import MAX_UNTRAINED, Batches
 from ligermodels.recipes.data.examples import IGNORED, Example, packed_batch
 from ligermodels.recipes.data.formats import read
-from ligermodels.recipes.data.rows import Rows, open_rows, open_sources
+from ligermodels.recipes.data.rows import JoinedRows, Rows, held_out, open_rows, open_sources
 from tests.recipes.runs import data_of, recipe_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:rows are cut")
@@ -249,6 +249,7 @@ def said(*texts):
     ("bad", "message"),
     [
         ("{", r"a\.jsonl:3: not valid JSON .*skip-bad"),
+        ('{"a": ' + "1" * 4301 + "}", r"a\.jsonl:3: not valid JSON .*4300 digits.*skip-bad"),
         ('{"text": "a"}', r"a\.jsonl:3: the row is in the format 'text', but .*a\.jsonl:1 is in 'messages'"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', r"a\.jsonl:3: the text has a lone surrogate"),
     ],
@@ -282,6 +283,63 @@ def test_several_sets_with_weights(write):
     assert [few.rows[n]["text"] for n in range(4)] == ["a0", "a2", "a1", texts[6]]  # of each set its share
     few = data_of("pretrain", few.recipe.tokenizer, data=sources[:1], max_samples=4)
     assert [few.rows[n]["text"] for n in range(4)] == ["a0", "a1", "a2", "a0"]  # of one set the first
+
+
+def texts_of(rows):
+    return [rows[n]["text"] for n in range(len(rows))]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_split_without_copies(write, seed):
+    """It stays what it was: a run may be resumed after an update."""
+    for name in ("a", "b"):
+        write(f"{name}.jsonl", [{"text": f"{n}"} for n in range(7)])  # a text that is there twice is no copy
+    folder = write("c.txt", "c").parent
+    rows = open_sources([f"{folder}/a.jsonl", f"{folder}/b.jsonl*0.5", f"{folder}/c.txt"], seed)
+    train, evaluated = held_out(rows, 0.3, seed)
+    chosen = set(random.Random(seed).sample(range(len(rows)), round(0.3 * len(rows))))
+    for part, is_chosen in ((train, False), (evaluated, True)):
+        expected = [rows.where(n) for n in range(len(rows)) if (n in chosen) is is_chosen]
+        assert [part.where(n) for n in range(len(part))] == expected
+
+
+COPIES = {  # sources, with the numbers of copies of each row of a.jsonl
+    "twice": (["a.jsonl*2"], {2}),
+    "a half again": (["a.jsonl*1.5"], {1, 2}),
+    "given twice": (["a.jsonl", "f/../a.jsonl"], {2}),
+    "by its folder, too": (["f/b.jsonl", "f", "a.jsonl*3"], {3}),
+}
+
+
+@pytest.mark.parametrize("sources, numbers", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("max_samples", [None, 1000])
+def test_a_row_and_its_copies_are_on_one_side_of_a_split(write, monkeypatch, sources, numbers, max_samples):
+    if "f" in sources:
+        pytest.importorskip("datasets")
+    monkeypatch.chdir(write("a.jsonl", [{"text": f"a {n}"} for n in range(8)]).parent)
+    write("f/b.jsonl", [{"text": f"b {n}"} for n in range(8)])
+    how = dict(data=sources, eval_share=0.25, seed=1, max_samples=max_samples)
+    data = data_of("pretrain", recipe_of("pretrain").tokenizer, **how)
+    train, evaluated = texts_of(data.rows), texts_of(data.eval_rows)
+    names = {name[0] for name in train}
+    assert not {*train} & {*evaluated} and len({*train, *evaluated}) == 8 * len(names)
+    assert len(evaluated) == len({*evaluated}) == 2 * len(names)  # a share of the rows without copies
+    assert {train.count(text) for text in {*train} if text[0] == "a"} == numbers
+    assert train == [text for text in texts_of(open_sources(sources, 1)) if text not in evaluated]
+
+
+def test_splits_of_one_saved_data_set_are_no_copies(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    parts = {
+        name: datasets.Dataset.from_list([{"text": f"{name} {n}"} for n in range(4)]) for name in ("train", "test")
+    }
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "set")
+    rows = open_sources([f"{tmp_path}/set", f"{tmp_path}/set:train", f"{tmp_path}/set:test"], 0)
+    train, evaluated = map(texts_of, held_out(rows, 0.5, 0))
+    assert len({*evaluated}) == len(evaluated) == 4 and not {*train} & {*evaluated}
+    assert len({*train, *evaluated}) == 8
+    with pytest.raises(InputError, match="of 2 rows leaves none to evaluate on"):
+        held_out(JoinedRows([rows], [0, 4, 0, 1]), 0.2, 0)
 
 
 def test_system_prompts_and_tools(write):

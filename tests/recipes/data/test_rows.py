@@ -60,6 +60,7 @@ WRONG_FILES = [
     ("a.jsonl", b"\n \n\r\n", "has no rows"),
     ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid 0", "has no rows: it is a git-lfs pointer; run"),
     ("a.json", b'[{"a": 1},\n {"b" 2}]', "a.json: not valid JSON .* line 2 column 7"),
+    ("a.json", b"[" + b"1" * 4301 + b"]", "a.json: not valid JSON .*4300 digits"),
     ("a.csv", b'a\n"x\n', "a.csv: not valid CSV at line 1: unexpected end"),
     ("a.csv", b"a\n\xe9\n", "a.csv: .*codec can't decode"),
     ("a.csv", b"text,text\na,b\n", "a.csv: the headers must be different names"),
@@ -107,6 +108,7 @@ WRONG_ROWS = [
     (b'{"a": 1} {"a": 2}', "Extra data: line 1 column 10"),
     (b'"text"', "a row is a JSON object with keys, not str"),
     (b'{"a":' * 100_000, "not valid JSON"),
+    (b'{"a": ' + b"1" * 4301 + b"}", r"not valid JSON .*4300 digits"),
 ]
 
 
