@@ -188,9 +188,14 @@ def pickles_refused(folder: str | Path, file: str) -> CheckpointError:
     )
 
 
+def is_gguf_name(name: str) -> bool:
+    """Whether a file with this name is a GGUF file, whatever the case of its ending."""
+    return name.lower().endswith(".gguf")
+
+
 def is_mmproj(name: str) -> bool:
     """Whether a GGUF file with this name holds a vision tower, as llama.cpp and the Hub name such files."""
-    return name.endswith(".gguf") and "mmproj" in name.lower()
+    return is_gguf_name(name) and "mmproj" in name.lower()
 
 
 def find_gguf(path: Path) -> tuple[Path, Path | None] | None:
@@ -200,12 +205,12 @@ def find_gguf(path: Path) -> tuple[Path, Path | None] | None:
     """
     with read_errors(path):
         if path.is_file():
-            return (path, None) if path.suffix == ".gguf" else None
+            return (path, None) if is_gguf_name(path.name) else None
         if not path.is_dir():
             return None
         names = sorted(os.listdir(path))
     towers = [name for name in names if is_mmproj(name)]
-    files = [name for name in names if name.endswith(".gguf") and name not in towers]
+    files = [name for name in names if is_gguf_name(name) and name not in towers]
     others = re.compile(r".*\.(safetensors|bin|pth)(\.index\.json)?|\.metadata")
     if not files or any(others.fullmatch(name) for name in names):
         return None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ligermodels.checkpoint.files import COMPANIONS, PICKLES, SAFETENSORS, find_gguf, weight_files
+from ligermodels.checkpoint.files import COMPANIONS, PICKLES, SAFETENSORS, find_gguf, is_gguf_name, weight_files
 from ligermodels.errors import CheckpointError, HubError, InputError, LigermodelsError, did_you_mean
 
 
@@ -41,7 +41,7 @@ def resolve(
         raise HubError(f"subfolder={subfolder!r} must be a path inside the repository or folder")
     repo, local = str(repo_or_folder), Path(os.path.expanduser(repo_or_folder))
     is_id = isinstance(repo_or_folder, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", repo, re.ASCII)
-    if os.path.exists(local) or not is_id or repo.endswith(".gguf"):
+    if os.path.exists(local) or not is_id or is_gguf_name(repo):
         folder = (local.parent if local.name == SAFETENSORS and local.is_file() else local) / inside
         if revision not in (None, "main"):
             raise InputError(f"revision={revision!r} is for repositories of the Hub, and {repo} is local: leave it out")

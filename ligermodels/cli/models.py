@@ -138,7 +138,7 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
         options: dict[str, Any] = {name: getattr(args, name, None) for name in ("max_new_tokens", *PASSED_ON)}
         Options(**options)  # all None for `bench`
     folder = files.absolute(args.model)
-    if (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
+    if (folder / "config.json").is_file() and not any(files.is_gguf_name(path.name) for path in folder.iterdir()):
         files.weights_in(folder, allow_pickle=args.allow_pickle)
     import torch
 
@@ -188,7 +188,7 @@ def check_is_model(src: str) -> None:
     with files.read_errors(src):
         folder = files.absolute(src)
         is_run = (folder / "options.yaml").is_file() and not (folder / "config.json").exists()
-        weights = [path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".gguf")]
+        weights = [path.name for path in folder.glob("*") if path.suffix.lower() in (".safetensors", ".bin", ".gguf")]
     if is_run:
         results = [f"{Path(src) / name}" for name in ("model", "adapter", "medusa", "best") if (folder / name).is_dir()]
         advice = f"give what it has written: {' or '.join(results)}" if results else "it has written no model yet"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ligermodels.checkpoint.dtypes import dtype_name
-from ligermodels.checkpoint.files import absolute, is_mmproj, write_errors
+from ligermodels.checkpoint.files import absolute, is_gguf_name, is_mmproj, write_errors
 from ligermodels.checkpoint.gguf.modelfile import MARK, NAME
 from ligermodels.errors import InputError
 
@@ -71,7 +71,7 @@ def check_options(src: str | Path, dst: str | Path | None, options: Options) -> 
     dtype, name = dtype_of(options.dtype), str(dst or "")
     if options.verify not in LEVELS:
         raise InputError(f"verify={options.verify!r} is not known; known: {', '.join(LEVELS)}")
-    is_gguf = name.endswith(".gguf") or (not name and dtype in QUANTISED)
+    is_gguf = is_gguf_name(name) or (not name and dtype in QUANTISED)
     if is_gguf and dtype == "float64":
         raise InputError("GGUF files hold no weights in float64; give another dtype")
     if dtype in QUANTISED and not is_gguf:
@@ -92,7 +92,7 @@ def check_options(src: str | Path, dst: str | Path | None, options: Options) -> 
         return None, is_gguf
     if not name:
         raise InputError("DST is missing: give the folder or .gguf file to write, or --dry-run to write nothing")
-    if name.endswith((".safetensors", ".bin", ".ggml", ".pt", ".pth")):
+    if name.lower().endswith((".safetensors", ".bin", ".ggml", ".pt", ".pth")):
         raise InputError(
             f"{dst} has the name of a file of weights, and DST is the folder for them and their config.json, or a GGUF "
             "file, whose name ends in .gguf"
@@ -146,11 +146,10 @@ def _check_modelfile(path: Path, overwrite: bool) -> None:
 
 def _llama_quantize(src: str | Path, dst: str | Path | None, options: Options) -> str:
     """The message for a type that llama.cpp's own program writes, with the commands to type."""
-    kind, result = (
-        options.dtype.lower(),
-        str(dst) if str(dst or "").endswith(".gguf") else f"out-{options.dtype.lower()}.gguf",
-    )
-    stem = re.sub(rf"[-._]?{kind}$", "", result.removesuffix(".gguf"), flags=re.IGNORECASE) or "out"
+    kind, result = options.dtype.lower(), str(dst or "")
+    if not is_gguf_name(result):
+        result = f"out-{kind}.gguf"
+    stem = re.sub(rf"[-._]?{kind}$", "", result[: -len(".gguf")], flags=re.IGNORECASE) or "out"
     half = f"{stem}-f16.gguf"
     first = ["ligermodels", "convert", str(src), half, "--dtype", "f16"]
     for option in ("adapter", "config", "name", "revision"):

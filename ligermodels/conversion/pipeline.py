@@ -79,7 +79,7 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
         compare(expected, written, level=options.verify, report=report, progress=options.progress)
         report.mismatches += [f"{n} tensors are {b}, expected {a}" for (a, b), n in report.casts.items()]
 
-    _replace(destination, report, view, write, check, options)
+    _replace(destination, report, view, write, check, options, is_file=False)
     return report
 
 
@@ -88,7 +88,7 @@ def _convert_gguf(
 ) -> Report:
     """The GGUF file of a model's text, and what is asked for beside it."""
     dtype, name = _cast_of(options), dtype_of(options.dtype)
-    has_tower = source.config.get("model_type") in PROJECTORS
+    has_tower = str(source.config.get("model_type")) in PROJECTORS
     with warnings.catch_warnings():
         if has_tower:
             warnings.filterwarnings("ignore", ".*only the text model is read")  # what is said below, or not the case
@@ -173,7 +173,7 @@ def _write_gguf(
         target.write(staging)
         saving.finish(staging, {})  # a GGUF file has the tokenizer in it
 
-    _replace(destination, report, view, write, check, options)
+    _replace(destination, report, view, write, check, options, is_file=True)
     return report
 
 
@@ -184,12 +184,14 @@ def _replace(
     write: Callable[[Path], None],
     check: Callable[[Path], None],
     options: Options,
+    *,
+    is_file: bool,
 ) -> None:
-    """Writes into a folder beside the destination, checks it, and replaces the destination.
+    """Writes into a folder beside the destination, checks it, and replaces the destination, a GGUF file or a folder.
 
     Raises MismatchError if the check finds mismatches, HubError if the file system refuses.
     """
-    replacing = saving.replacing(destination, report.bytes, is_file=destination.name.endswith(".gguf"))
+    replacing = saving.replacing(destination, report.bytes, is_file=is_file)
     with saving.write_errors(destination), replacing as staging:
         total = sum(info.nbytes for info in view.headers.values()) if view else 0
         disable = None if options.progress and view else True

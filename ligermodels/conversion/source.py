@@ -116,7 +116,7 @@ def model_on_meta(config: Mapping[str, Any], where: str, *, text_only: bool = Fa
     model_type = config.get("model_type")
     if text_only:
         model_type = TEXTS.get(str(model_type), model_type)
-    if model_type not in ARCHS:
+    if not isinstance(model_type, str) or model_type not in ARCHS:
         raise ConfigError(f"{where} has model_type {model_type!r}; supported: {', '.join(ARCHS)}")
     with config_of(where):
         return ARCHS[model_type].from_config(config, device="meta")

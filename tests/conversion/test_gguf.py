@@ -499,6 +499,26 @@ def test_the_command(tmp_path, model_of, capsys):
     assert fields_of(tmp_path / "new" / "out.gguf")["general.name"] == "Tiny"
 
 
+@pytest.mark.parametrize("name", ["out.GGUF", "out.Gguf"])
+def test_the_ending_of_a_file_in_another_case(tmp_path, model_of, name):
+    with pytest.raises(InputError, match="max_shard_size is for folders"):
+        to_gguf(model_of("llama"), tmp_path / name, max_shard_size="1GB")
+    to_gguf(model_of("llama"), tmp_path / "lower.gguf")
+    to_gguf(model_of("llama"), tmp_path / name, verify="bytes")
+    assert (tmp_path / name).read_bytes() == (tmp_path / "lower.gguf").read_bytes()
+    assert gguf_writer.model_name(tmp_path / name) == "out"
+    for src in (tmp_path / name, str(tmp_path / name)):
+        assert type(ligermodels.load(src)).__name__ == "Llama"
+    with pytest.raises(InputError, match="has the name of a vision tower's file"):
+        to_gguf(model_of("llama"), tmp_path / f"mmproj-{name}")
+
+
+def test_a_link_to_a_file_of_another_name(tmp_path, model_of):
+    (tmp_path / "out.gguf").symlink_to(tmp_path / "blob")
+    to_gguf(model_of("llama"), tmp_path / "out.gguf")
+    assert (tmp_path / "blob").read_bytes()[:4] == b"GGUF"
+
+
 def left(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in tmp_path.iterdir())
 
@@ -983,6 +1003,17 @@ def put(key, value):
     return lambda model, target: rewritten(model, target, change)
 
 
+def replace(key, value):
+    """As `put`, with a type of the value's own; of a list, the type of its items."""
+
+    def change(fields):
+        is_list = isinstance(value, list)
+        types = NEW[type(value[0] if is_list else value)]
+        fields[key] = value, [gguf.GGUFValueType.ARRAY, *types] if is_list else types
+
+    return lambda model, target: rewritten(model, target, change)
+
+
 def without(key):
     return lambda model, target: rewritten(model, target, lambda fields: fields.pop(key))
 
@@ -1025,6 +1056,14 @@ BAD = [
     (put("general.architecture", "mamba"), ConfigError, "'mamba'.*supported: llama, gemma"),
     (without("llama.embedding_length"), ConfigError, "lacks llama.embedding_length"),
     (put("split.count", 2), CheckpointError, "one of 2 parts.*\n.*llama-gguf-split"),
+    (put("split.count", "2"), CheckpointError, r"bad\.gguf: split\.count is '2', expected a whole number"),
+    (put("general.alignment", 0), CheckpointError, r"bad\.gguf: general\.alignment is 0, expected a whole number"),
+    (put("general.alignment", "x"), CheckpointError, r"general\.alignment is 'x', expected a whole number"),
+    (put("llama.attention.head_count", 0), CheckpointError, r"bad\.gguf: llama\.attention\.head_count is 0, expected"),
+    (replace("llama.attention.head_count_kv", "x"), CheckpointError, r"llama\.attention\.head_count_kv is 'x'"),
+    (replace("llama.block_count", [1.5]), CheckpointError, r"llama\.block_count is 1\.5, expected"),
+    (put("llama.rope.freq_base", 0.0), CheckpointError, r"llama\.rope\.freq_base is 0\.0, expected a number above 0"),
+    (replace("tokenizer.ggml.eos_token_id", [1, 2]), TokenizerError, r"eos_token_id is \[1, 2\], not an id"),
     (put("llama.rope.scaling.type", "longrope"), ConfigError, "longrope as it is set there"),
     (put("llama.rope.dimension_count", 4), ConfigError, "rotates 4 of a head's 8"),
     (put("llama.attention.value_length", 4), ConfigError, "other sizes"),

@@ -255,6 +255,7 @@ def test_files_of_llama_cpp_s_converter(tmp_path, pairs):
 BAD = [
     ({"clip.projector_type": "gemma3"}, {}, ConfigError, "holds 'gemma3', and .* a 'qwen3vl': read together are"),
     ({"clip.vision.block_count": 2}, {}, CheckpointError, "has more than.*: v.blk.2.attn_out.bias"),
+    ({"clip.vision.block_count": 0}, {}, CheckpointError, r"clip\.vision\.block_count is 0, expected a whole number"),
     ({"clip.vision.patch_size": None}, {}, ConfigError, "lacks clip.vision.patch_size"),
     ({}, {"name_of": lambda name: None if name == "v.blk.1.ln1.bias" else name}, CheckpointError, "lacks.*1.ln1.bias"),
     ({}, {"name_of": lambda name: None if name == "mm.2.weight" else name}, CheckpointError, "lacks mm.2.weight"),

@@ -103,6 +103,8 @@ def test_what_is_refused_and_the_commands_of_llama_quantize(tmp_path, capsys):
     for kind in ("q2_k", "q3_k_l", "q5_k_s", "q6_k", "iq4_xs", "iq4_nl"):
         with pytest.raises(InputError, match=rf"llama-quantize (\S+)out-f16.gguf (\S+)out.gguf {kind.upper()}$"):
             convert(source, tmp_path / "out.gguf", Options(dtype=kind))
+    with pytest.raises(InputError, match=r"llama-quantize (\S+)out-f16\.gguf (\S+)out-q6_k\.GGUF Q6_K$"):
+        convert(source, tmp_path / "out-q6_k.GGUF", Options(dtype="q6_k"))
     for kind in ("q8_1", "q4_k_xl", "int4"):
         with pytest.raises(InputError, match=r"is not supported; supported: keep, auto, q8_0, .*float32"):
             convert(source, tmp_path / "out.gguf", Options(dtype=kind))

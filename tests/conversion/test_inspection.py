@@ -112,6 +112,14 @@ def test_a_scaled_rope_of_a_size_without_a_factor(folders, capsys, tmp_path):
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_scaling"]["factor"] == 32.0
 
 
+def test_a_model_type_that_is_a_list(folders, capsys, tmp_path):
+    shutil.copytree(folders["hf"], tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "model_type": ["llama"]}))
+    status, _, err = run(capsys, "inspect", tmp_path / "hf")
+    assert status == 3 and "has model_type ['llama']; supported: " in err
+
+
 def test_metas_files_are_described_without_their_pickles(folders, capsys, monkeypatch):
     monkeypatch.setattr(reading, "read_pickle", None)
     status, out, err = run(capsys, "inspect", folders["meta"])

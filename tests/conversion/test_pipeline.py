@@ -227,6 +227,8 @@ def test_a_head_that_is_the_embedding_is_dropped(tmp_path):
         (["unfit", "out"], 1, "missing (9 of 30)"),
         (["unfit", "--dry-run"], 1, "2 layers on disk, 3 expected"),
         (["other", "out"], 3, "model_type 'nobody'"),
+        (["listed", "out"], 3, "model_type ['llama']"),
+        (["listed", "out.gguf"], 3, "model_type ['llama']"),
         (["tied", "out"], 3, "lm_head.weight differs from model.embed_tokens.weight"),
     ],
 )  # fmt: skip
@@ -236,6 +238,7 @@ def test_wrong_arguments(tmp_path, script, capsys, monkeypatch, arguments, statu
     config = read_json(tmp_path / "hf" / "config.json")
     others = {
         "other": {"model_type": "nobody"},
+        "listed": {"model_type": ["llama"]},
         "unfit": {"num_hidden_layers": 3},
         "tied": {"tie_word_embeddings": True},
     }

@@ -7,6 +7,7 @@ layers, but for Gemma 4, of which gemma4.py reads and writes what differs.
 import math
 import warnings
 from collections.abc import Mapping
+from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ligermodels.checkpoint.gguf import gemma4, gpt_oss
 from ligermodels.checkpoint.gguf.layout import DELTA_NETS
 from ligermodels.checkpoint.gguf.tokenizer import token_ids
 from ligermodels.checkpoint.weights import TensorInfo
-from ligermodels.errors import ConfigError
+from ligermodels.errors import CheckpointError, ConfigError
 
 _SILU, _GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
 FAMILIES = {
@@ -102,10 +103,36 @@ _UNUSED = (
     "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length",
     "rope.dimension_sections", "n_deepstack_layers",  # of images
 )  # fmt: skip
+_SIZES = {
+    "context_length": 1, "embedding_length": 1, "block_count": 1, "attention.head_count": 1,
+    "attention.head_count_kv": 1, "attention.key_length": 1, "attention.key_length_swa": 1,
+    "expert_feed_forward_length": 1, "rope.dimension_count": 1, "ssm.state_size": 1, "ssm.group_count": 1,
+    "ssm.time_step_rank": 1, "nextn_predict_layers": 0, "attention.shared_kv_layers": 0,
+    "rope.scaling.original_context_length": 0,
+}  # fmt: skip
+"""{key of a whole number that is needed to compute others: the least that it may be}."""
+_NUMBERS = ("rope.freq_base", "rope.freq_base_swa", "rope.scaling.attn_factor")
+"""Keys of such numbers above 0."""
+
+
+def whole(value: Any, key: str, where: object, least: int = 1) -> int:
+    """The value of a key. Raises CheckpointError if it is no whole number of at least `least`."""
+    if type(value) is not int or value < least:
+        raise _damaged(value, key, where, f"a whole number of at least {least}")
+    return value
+
+
+def _damaged(value: Any, key: str, where: object, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: {key} is {short(value)}, expected {expected}. Likely: a damaged header; fetch the file again."
+    )
 
 
 class Metadata:
-    """The metadata of one architecture. Raises ConfigError for an architecture that is not supported."""
+    """The metadata of one architecture. Raises ConfigError for an architecture that is not supported.
+
+    Its methods raise CheckpointError for a number of _SIZES or _NUMBERS that cannot be right.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.where, self.values = where, values
@@ -123,10 +150,19 @@ class Metadata:
         self._used.add(name)
         value = self.values.get(name, default)
         if isinstance(value, list):
-            if len(set(value)) != 1:
+            if not value or any(item != value[0] for item in value):
                 raise ConfigError(f"{self.where}: {name} differs between layers, which is not supported: {value[:8]}")
-            return value[0]
+            value = value[0]
+        if name in self.values:
+            self._check(key, value)
         return value
+
+    def _check(self, key: str, value: Any) -> None:
+        name = f"{self.arch}.{key}"
+        if key in _SIZES:
+            whole(value, name, self.where, _SIZES[key])
+        if key in _NUMBERS and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise _damaged(value, name, self.where, "a number above 0")
 
     def by_layer(self, key: str, layers: int) -> list[Any]:
         """The value of each layer, which may be one for all. Raises ConfigError if there is none, or another number."""
@@ -136,12 +172,18 @@ class Metadata:
         self._used.add(f"{self.arch}.{key}")
         if len(value) < layers:
             raise ConfigError(f"{self.where}: {self.arch}.{key} has {len(value)} values for {layers} layers")
+        for item in value[:layers]:
+            self._check(key, item)
         return value[:layers]
 
     def items_of(self, key: str, default: list[Any]) -> list[Any]:
-        """A list that is not one value per layer."""
-        self._used.add(f"{self.arch}.{key}")
-        return list(self.values.get(f"{self.arch}.{key}", default))
+        """A list of whole numbers that is not one value per layer."""
+        name = f"{self.arch}.{key}"
+        self._used.add(name)
+        value = self.values.get(name, default)
+        if not isinstance(value, list) or any(type(item) is not int for item in value):
+            raise _damaged(value, name, self.where, "a list of whole numbers")
+        return value
 
     def required(self, key: str, default: Any = None) -> Any:
         """As `get`. Raises ConfigError if there is neither a value nor a default."""
@@ -169,7 +211,7 @@ class Metadata:
 
 
 def sizes_of(metadata: Metadata) -> dict[str, Any]:
-    """{field of config.json: value} of the sizes. Raises ConfigError."""
+    """{field of config.json: value} of the sizes. Raises CheckpointError and ConfigError."""
     if metadata.arch == "gemma4":
         return gemma4.sizes_of(metadata)
     heads, width = metadata.required("attention.head_count"), metadata.required("embedding_length")
@@ -199,7 +241,7 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
     """The contents of config.json.
 
     headers: under Hugging Face's names. tables: {name: values} of those in ROPE_TABLES that the file has.
-    Raises ConfigError. Warns of metadata that nothing here reads.
+    Raises CheckpointError, ConfigError and TokenizerError. Warns of metadata that nothing here reads.
     """
     where, model_type = metadata.where, metadata.model_type
     embedding = headers.get("model.embed_tokens.weight")
@@ -220,7 +262,7 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
         if model_type not in ("gemma4_text", "gpt_oss")
         else None,
         "tie_word_embeddings": "lm_head.weight" not in headers,
-        **token_ids(metadata.values, only_eos=True),
+        **token_ids(metadata.values, where, only_eos=True),
         "dtype": dtype,
         "torch_dtype": dtype,
     }

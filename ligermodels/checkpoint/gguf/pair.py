@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.checkpoint.files import json_bytes
+from ligermodels.checkpoint.gguf.config import whole
 from ligermodels.checkpoint.gguf.mmproj import PROJECTORS, joined, tower_names
 from ligermodels.checkpoint.gguf.reader import GgufFile, GgufReader
 from ligermodels.checkpoint.weights import TensorInfo
@@ -104,6 +105,9 @@ class PairReader:
             raise ConfigError(f"{self._where} lacks clip.{key}, which a tower needs. Is the file whole?")
         return value
 
+    def _size(self, key: str) -> int:
+        return whole(self._value(key), f"clip.{key}", self._where)
+
     def _rows(self, place: str) -> int:
         if place not in self._file.tensors:
             raise CheckpointError(f"{self._where} lacks {place}. Is the file whole?")
@@ -116,12 +120,13 @@ class PairReader:
         """vision_config of config.json. Widths are those of the tensors; the keys of some files differ."""
         if self._file.metadata.get("clip.use_silu"):
             raise ConfigError(f"{self._where} has clip.use_silu, which no tower here computes")
-        size, inner = self._value("vision.embedding_length"), self._rows("v.blk.0.ffn_up.weight")
+        size, inner = self._size("vision.embedding_length"), self._rows("v.blk.0.ffn_up.weight")
+        has_merge = "clip.vision.spatial_merge_size" in self._file.metadata
         vision = {
-            "depth": self._value("vision.block_count"),
-            "num_heads": self._value("vision.attention.head_count"),
-            "patch_size": self._value("vision.patch_size"),
-            "spatial_merge_size": self._file.metadata.get("clip.vision.spatial_merge_size", 2),
+            "depth": self._size("vision.block_count"),
+            "num_heads": self._size("vision.attention.head_count"),
+            "patch_size": self._size("vision.patch_size"),
+            "spatial_merge_size": self._size("vision.spatial_merge_size") if has_merge else 2,
             "temporal_patch_size": 2,
             "in_channels": 3,
             "hidden_act": "gelu_pytorch_tanh" if self._file.metadata.get("clip.use_gelu") else "quick_gelu",

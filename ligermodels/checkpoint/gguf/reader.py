@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ligermodels.checkpoint.files import json_bytes, read_errors
 from ligermodels.checkpoint.gguf import gpt_oss
-from ligermodels.checkpoint.gguf.config import ROPE_TABLES, Metadata, config_of, sizes_of
+from ligermodels.checkpoint.gguf.config import ROPE_TABLES, Metadata, config_of, sizes_of, whole
 from ligermodels.checkpoint.gguf.layout import Layout
 from ligermodels.checkpoint.gguf.tokenizer import token_ids, tokenizer_files
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
@@ -85,9 +85,9 @@ class GgufFile:
             tensors = [self._tensor() for _ in range(count)]
         except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
             raise CheckpointError(f"{path}: its header is damaged or cut short; fetch it again. ({error})") from error
-        if self.metadata.get("split.count", 0) > 1:
-            raise CheckpointError(f"{path} is one of {self.metadata['split.count']} parts of a model.\n{_SPLIT}")
-        alignment = self.metadata.get("general.alignment", 32)
+        if (parts := whole(self.metadata.get("split.count", 0), "split.count", path, least=0)) > 1:
+            raise CheckpointError(f"{path} is one of {parts} parts of a model.\n{_SPLIT}")
+        alignment = whole(self.metadata.get("general.alignment", 32), "general.alignment", path)
         data = -(-self._at // alignment) * alignment
         self.tensors = {name: stored._replace(start=data + stored.start) for name, stored in tensors}
         end = max((stored.start + self.nbytes(stored) for stored in self.tensors.values()), default=0)
@@ -235,7 +235,7 @@ class GgufReader:
         if self._packed:
             config["quantization_config"] = {"quant_method": "mxfp4"}
         files = {"config.json": json_bytes(config)}
-        if ids := token_ids(self._file.metadata):
+        if ids := token_ids(self._file.metadata, self.source):
             files["generation_config.json"] = json_bytes(ids)
         return files | tokenizer_files(self._file.metadata, self._metadata.model_type, self.source)
 

@@ -14,6 +14,7 @@ llama.cpp derives it from the model's name or ignores it. Unused tokens at the e
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from reprlib import repr as short
 from typing import Any
 
 from ligermodels.checkpoint.files import MORE_TEMPLATES
@@ -59,17 +60,27 @@ _NO_ID = (1 << 64) - 1  # -1 in a protobuf
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-def token_ids(metadata: Mapping[str, Any], only_eos: bool = False) -> dict[str, Any]:
+def token_ids(metadata: Mapping[str, Any], where: str, only_eos: bool = False) -> dict[str, Any]:
     """BOS, EOS and pad ids for generation_config.json: the ends of a text, a turn and a message are EOS ids.
 
-    only_eos: for config.json, where the end of a text is the only EOS id.
+    only_eos: for config.json, where the end of a text is the only EOS id. Raises TokenizerError for an id of another
+    type.
     """
-    ends = [metadata.get(f"tokenizer.ggml.{name}") for name in (_ENDS[:1] if only_eos else _ENDS)]
+
+    def id_of(name: str) -> int | None:
+        value = metadata.get(f"tokenizer.ggml.{name}")
+        if value is not None and type(value) is not int:
+            raise TokenizerError(
+                f"{where}: its tokenizer is damaged: tokenizer.ggml.{name} is {short(value)}, not an id"
+            )
+        return value
+
+    ends = [id_of(name) for name in (_ENDS[:1] if only_eos else _ENDS)]
     eos_ids = list(dict.fromkeys(end for end in ends if end is not None))
     ids = {
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": id_of("bos_token_id"),
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": id_of("padding_token_id"),
     }
     return {name: value for name, value in ids.items() if value is not None}
 

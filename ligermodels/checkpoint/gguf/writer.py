@@ -179,7 +179,7 @@ def model_name(src: str | Path, adapter: str | Path | None = None) -> str:
         path = path.resolve()
         if path.parent.name == "snapshots":  # of the Hub's cache: models--owner--name/snapshots/commit
             path = Path(path.parents[1].name.rpartition("--")[2])
-    name = path.stem if path.suffix == ".gguf" else path.name
+    name = path.stem if path.suffix.lower() == ".gguf" else path.name
     if name in ("model", "adapter"):
         name = path.parent.name
     return name if adapter is None else f"{name}-{model_name(adapter)}"

@@ -48,6 +48,7 @@ class Rows:
 
     place: the beginning of `where`, before the number of a row; lines: these numbers, if not 1, 2, 3.
     files: the files that are read; none for the Hub. An InputError in `items` is raised when its row is read.
+    source: of the rows; those of a source that is opened twice have the same.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Rows:
     ) -> None:
         self._items, self._place, self._lines = items, place, lines
         self.folder, self.files = folder, files
+        # A data set of several files, or none, knows its contents by a fingerprint.
+        self.source = files[0].resolve() if len(files) == 1 else getattr(items, "_fingerprint", place)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -74,6 +77,10 @@ class Rows:
     def where(self, index: int) -> str:
         """The file and line of a row, or the nearest to it that there is."""
         return f"{self._place}{self._lines[index] if self._lines else index + 1}"
+
+    def origin(self, index: int) -> tuple["Rows", int]:
+        """The rows of one source that have the row, and its index in them."""
+        return self, index
 
     def contents(self) -> bytes:
         """A digest of the values of all rows, for those that no file holds."""
@@ -149,17 +156,17 @@ class JoinedRows(Rows):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def _part(self, index: int) -> tuple[Rows, int]:
+    def origin(self, index: int) -> tuple[Rows, int]:
         index = self._indices[index]
         at = bisect.bisect_right(self._ends, index)
-        return self._parts[at], index - (self._ends[at - 1] if at else 0)
+        return self._parts[at].origin(index - (self._ends[at - 1] if at else 0))
 
     def __getitem__(self, index: int) -> Row:
-        part, inner = self._part(index)
+        part, inner = self.origin(index)
         return part[inner]
 
     def where(self, index: int) -> str:
-        part, inner = self._part(index)
+        part, inner = self.origin(index)
         return part.where(inner)
 
 
@@ -181,13 +188,30 @@ def open_sources(sources: Sequence[str], seed: int) -> Rows:
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
-    """Rows to train on, and a share of them to evaluate on, drawn by the seed. Raises InputError."""
-    number = round(share * len(rows))
-    if not 0 < number < len(rows):
-        raise InputError(f"eval_share={share:g} of {len(rows)} rows leaves none to evaluate on, or none to train on")
-    chosen = set(random.Random(seed).sample(range(len(rows)), number))
-    rest = [index for index in range(len(rows)) if index not in chosen]
-    return JoinedRows([rows], rest), JoinedRows([rows], sorted(chosen))
+    """Rows to train on, and a share of them to evaluate on, drawn by the seed. Raises InputError.
+
+    A row and its copies, of a weight or of a source that is given twice, are on one side, and count as one. Evaluation
+    has each row once.
+    """
+    starts, is_seen = dict[Any, int](), bytearray()  # {source: number of its first row}; of each number
+    numbers, firsts = array("q"), list[int]()  # of each row, which its copies share; the first row of each number
+    for index in range(len(rows)):
+        part, inner = rows.origin(index)
+        if part.source not in starts:
+            starts[part.source] = len(is_seen)
+            is_seen.extend(bytes(len(part)))
+        number = starts[part.source] + inner
+        numbers.append(number)
+        if not is_seen[number]:
+            is_seen[number] = True
+            firsts.append(index)
+    size = round(share * len(firsts))
+    if not 0 < size < len(firsts):
+        raise InputError(f"eval_share={share:g} of {len(firsts)} rows leaves none to evaluate on, or none to train on")
+    chosen = [firsts[n] for n in sorted(random.Random(seed).sample(range(len(firsts)), size))]
+    evaluated = {numbers[index] for index in chosen}
+    rest = [index for index, number in enumerate(numbers) if number not in evaluated]
+    return JoinedRows([rows], rest), JoinedRows([rows], chosen)
 
 
 def open_rows(source: str | Path) -> Rows:
@@ -333,9 +357,10 @@ def _parse(path: Path, suffix: str, text: str) -> Rows:
 
 def parse_json(data: bytes | str) -> Any:
     """The value of a text of JSON, as bytes in UTF-8. Raises InputError."""
+    text = _text(data) if isinstance(data, bytes) else data
     try:
-        return json.loads(_text(data) if isinstance(data, bytes) else data)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # a ValueError of Python for an integer of over 4300 digits
         raise InputError(f"not valid JSON in UTF-8: {error}") from error
 
 
