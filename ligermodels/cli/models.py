@@ -138,7 +138,7 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
         options: dict[str, Any] = {name: getattr(args, name, None) for name in ("max_new_tokens", *PASSED_ON)}
         Options(**options)  # all None for `bench`
     folder = files.absolute(args.model)
-    if (folder / "config.json").is_file() and not any(files.is_gguf_name(path.name) for path in folder.iterdir()):
+    if (folder / "config.json").is_file() and not any(files.is_gguf_name(path.name) for path in folder.glob("*")):
         files.weights_in(folder, allow_pickle=args.allow_pickle)
     import torch
 

@@ -141,8 +141,8 @@ def flops_per_token(sketch: Any, options: TrainOptions) -> tuple[float, float, f
 
 
 def meshes(sketch: Any, gpus: int, hardware: Hardware, asked: Mapping[str, int] | None = None) -> Iterator[Mesh]:
-    """The meshes of so many GPUs that fit the model's layers: FSDP over all or over a node; ep or tp within a node, and
-    cp up to 32, in powers of two. asked: as of `best`; the other number of replicas that it may have."""
+    """The meshes of this number of GPUs that fit the model's layers: FSDP over all or over a node; ep or tp within a
+    node, and cp up to 32, in powers of two. asked: as of `best`; its number of replicas is tried too."""
     inside = [2**i for i in range(hardware.gpus_per_node.bit_length())]
     for ep, cp, tp in [*itertools.product((1,), (1, 2, 4, 8, 16, 32), inside), *((ep, 1, 1) for ep in inside[1:])]:
         if gpus % (ep * cp * tp):
@@ -255,7 +255,7 @@ def _of_batches(
 
 
 def _speed(ranks: int, hardware: Hardware) -> float:
-    """Bytes/s of a GPU in a collective of so many neighbouring ranks."""
+    """Bytes/s of a GPU in a collective of this number of neighbouring ranks."""
     if ranks <= hardware.gpus_per_node:
         return hardware.inside
     return min(hardware.inside, hardware.between * hardware.gpus_per_node)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.checkpoint.files import is_gguf_name
 from ligermodels.checkpoint.gguf import gpt_oss
 from ligermodels.checkpoint.gguf.config import FAMILIES, ROPE_TABLES, check, llama3_divisors, metadata_of
 from ligermodels.checkpoint.gguf.gemma4 import tables_of
@@ -179,7 +180,7 @@ def model_name(src: str | Path, adapter: str | Path | None = None) -> str:
         path = path.resolve()
         if path.parent.name == "snapshots":  # of the Hub's cache: models--owner--name/snapshots/commit
             path = Path(path.parents[1].name.rpartition("--")[2])
-    name = path.stem if path.suffix.lower() == ".gguf" else path.name
+    name = path.stem if is_gguf_name(path.name) else path.name
     if name in ("model", "adapter"):
         name = path.parent.name
     return name if adapter is None else f"{name}-{model_name(adapter)}"

@@ -193,6 +193,7 @@ def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
     A row and its copies, of a weight or of a source that is given twice, are on one side, and count as one. Evaluation
     has each row once.
     """
+    # Arrays in place of a dict of all rows, of which there may be millions.
     starts, is_seen = dict[Any, int](), bytearray()  # {source: number of its first row}; of each number
     numbers, firsts = array("q"), list[int]()  # of each row, which its copies share; the first row of each number
     for index in range(len(rows)):
